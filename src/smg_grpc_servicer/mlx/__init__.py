@@ -1,0 +1,1 @@
+"""The MLX worker: mlx-lm's batch generator behind `mlx.grpc.engine.MlxEngine`."""
