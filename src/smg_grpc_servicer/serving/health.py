@@ -101,7 +101,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse.NOT_SERVING
 
     def _response(self, service: str) -> health_pb2.HealthCheckResponse:
-        return health_pb2.HealthCheckResponse(status=self._status(service))  # type: ignore[arg-type]
+        return health_pb2.HealthCheckResponse(status=self._status(service))
 
     async def Check(
         self,

@@ -163,12 +163,12 @@ async def _serve(
             await _close(worker)
 
 
-async def _until(stop: asyncio.Event, work: Awaitable[object]) -> bool:
+async def _until(stop: asyncio.Event, work: Awaitable[Any]) -> bool:
     """Await `work` and return True, or cancel it and return False when asked to stop first."""
     task: asyncio.Future[Any] = asyncio.ensure_future(work)
     asked: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
             return True
@@ -197,7 +197,8 @@ async def _drain(
     generations = worker.generations
     _logger.info("draining %d requests for up to %g s", generations.in_flight, timeout)
     drained = asyncio.ensure_future(generations.drained())
-    await asyncio.wait({drained, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [drained, died]
+    await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
     if died.done():
         _die(health, worker, died.result())

@@ -1,0 +1,123 @@
+"""Checks that every engine's requests share: the wire's zeros, ranges and vocabularies.
+
+Each takes the field's name as it stands in the message, so that a refusal names what the caller
+wrote, and returns the value that the engine gets. Ranges are those of every wire, see the
+docstrings; what only one engine limits stays in that engine's `requests` module.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from smg_wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+DEFAULT_TEMPERATURE = 1.0
+# OpenAI's bounds; a bias of 100 bans or forces a token.
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+
+
+def number(field: str, value: float, low: float, high: float) -> float:
+    """Return `value` if it is finite and in [low, high]; either bound may be infinite.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(field, value, _range(low, high))
+    return value
+
+
+def integer(field: str, value: int, low: int, high: int | None = None) -> int:
+    """Return `value` if it is in [low, high].
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if value < low or (high is not None and value > high):
+        raise InvalidRequest(field, value, _range(low, math.inf if high is None else high))
+    return value
+
+
+def _range(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"must be a finite number of at least {low:g}"
+    return f"must be in [{low:g}, {high:.17g}]"
+
+
+def top_p(field: str, value: float) -> float:
+    """Return top_p; 0 is the wire's unset, 1.0."""
+    return number(field, value, 0.0, 1.0) or 1.0
+
+
+def repetition_penalty(field: str, value: float) -> float:
+    """Return the repetition penalty; 0 is the wire's unset, 1.0."""
+    return number(field, value, 0.0, math.inf) or 1.0
+
+
+def penalty(field: str, value: float) -> float:
+    """Return a frequency or presence penalty."""
+    return number(field, value, -MAX_PENALTY, MAX_PENALTY)
+
+
+def prompt_ids(field: str, ids: list[int], *, vocab_size: int, context: int) -> list[int]:
+    """Return the prompt if it fits the model.
+
+    Raises:
+        InvalidRequest: it is empty, leaves no room to generate, or holds an id that the
+            embedding table has no row for.
+    """
+    if not ids:
+        raise InvalidRequest(field, ids, "must hold at least one token id")
+    if len(ids) >= context:
+        raise InvalidRequest(
+            field,
+            f"{len(ids)} tokens",
+            f"must be shorter than the context of {context} tokens",
+        )
+    token_ids(field, ids, vocab_size=vocab_size)
+    return ids
+
+
+def token_ids(field: str, ids: Iterable[int], *, vocab_size: int) -> None:
+    """Check that every id has a row in the embedding table.
+
+    Raises:
+        InvalidRequest: one has not; the message names its place.
+    """
+    for place, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{field}[{place}]", token_id, f"must be in [0, {vocab_size - 1}], the vocabulary"
+            )
+
+
+def logit_bias(field: str, bias: Mapping[int, float], *, vocab_size: int) -> dict[int, float]:
+    """Return the biases by token id.
+
+    Raises:
+        InvalidRequest: an id is outside the vocabulary, or a bias outside [-100, 100].
+    """
+    for token_id, value in bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{field} key", token_id, f"must be in [0, {vocab_size - 1}], the vocabulary"
+            )
+        number(f"{field}[{token_id}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return dict(bias)
+
+
+def max_tokens(field: str, value: int | None, *, prompt_tokens: int, context: int) -> int:
+    """Return how many tokens may be generated: never more than the context has left.
+
+    Raises:
+        InvalidRequest: it is 0.
+    """
+    left = context - prompt_tokens
+    if value is None:
+        return left
+    return min(integer(field, value, 1), left)
