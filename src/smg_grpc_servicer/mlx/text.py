@@ -10,9 +10,6 @@ from smg_wire.errors import InvalidRequest, Overloaded
 
 # More than this many texts waiting for the one tokenizer is a queue that only grows.
 _MOST_WAITING = 256
-# The longest piece of text that one token of a usual vocabulary stands for is a run of spaces
-# or dashes; a text longer than the context times this cannot fit, and is not worth tokenizing.
-_CHARACTERS_PER_TOKEN = 256
 
 
 class TextInput:
@@ -23,7 +20,9 @@ class TextInput:
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer = tokenizer
-        self._context = context
+        # No token stands for more characters than the longest entry of the vocabulary has: a
+        # longer text than that times the context cannot fit, and is not worth tokenizing.
+        self._most_characters = context * max(map(len, tokenizer.get_vocab()))
         self._waiting = 0
         # A Hugging Face tokenizer must not be used by two threads at once ("Already borrowed").
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -35,12 +34,11 @@ class TextInput:
             InvalidRequest: the text is too long for the context whatever it holds.
             Overloaded: too many texts are waiting.
         """
-        most = self._context * _CHARACTERS_PER_TOKEN
-        if len(text) > most:
+        if len(text) > self._most_characters:
             raise InvalidRequest(
                 "text",
                 f"{len(text)} characters",
-                f"must be at most {most} for the context of {self._context} tokens",
+                f"at most {self._most_characters} can fit the context",
             )
         if self._waiting >= _MOST_WAITING:
             raise Overloaded(f"{self._waiting} texts wait for the tokenizer: the limit is reached")
