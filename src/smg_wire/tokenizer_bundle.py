@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -58,6 +60,21 @@ _VOCABULARIES = (
 
 # The oldest time that a zip can hold: the same files then give the same hash on every worker.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+# What zipfile raises for damaged, encrypted and exotic archives, and for names that collide.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
 
 
 class BundleError(SmgError):
@@ -140,7 +157,7 @@ def unpack(bundle: Bundle, directory: Path) -> list[Path]:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             _check_entries(entries)
             return [_extract(archive, entry, directory) for entry in entries]
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise BundleError(f"the tokenizer bundle is not a readable zip: {error}") from error
 
 
