@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +8,9 @@ from pydantic import ValidationError
 from smg_grpc_servicer.settings import MlxSettings, ServingSettings
 from smg_wire.errors import SettingsError
 from smg_wire.settings import build_parser, flag, load, variable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

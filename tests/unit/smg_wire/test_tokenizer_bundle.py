@@ -4,7 +4,7 @@ import hashlib
 import io
 import os
 import zipfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from smg_wire import tokenizer_bundle
 from smg_wire.errors import FailedPrecondition
 from smg_wire.tokenizer_bundle import CHUNK_BYTES, Bundle, BundleError, check, pack, unpack
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOKENIZER = {
     "tokenizer.json": b"{}",
