@@ -25,6 +25,8 @@ CHUNK_BYTES = 64 * 1024
 MAX_ZIP_BYTES = 200 * 1024**2
 MAX_UNPACKED_BYTES = 500 * 1024**2
 MAX_ENTRIES = 50
+# File systems take no more in one part of a path.
+_MAX_NAME = 255
 
 # What tokenizers, chat templates and media processors are made of, as Hugging Face names it.
 # No Python: a client must not run what a worker sends.
@@ -68,6 +70,7 @@ _UNREADABLE = (
     zlib.error,
     struct.error,
     EOFError,
+    LookupError,
     RuntimeError,
     ValueError,
     OverflowError,
@@ -171,6 +174,8 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
         )
     for entry in entries:
         path = PurePosixPath(entry.filename)
+        if len(entry.filename) > _MAX_NAME:
+            raise BundleError(f"the tokenizer bundle names a file with more than {_MAX_NAME} bytes")
         if path.is_absolute() or ".." in path.parts or "\\" in entry.filename:
             raise BundleError(f"the tokenizer bundle names a file outside: {entry.filename!r}")
 

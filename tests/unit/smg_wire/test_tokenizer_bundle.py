@@ -203,6 +203,15 @@ def test_an_encrypted_zip_is_refused(tmp_path: Path) -> None:
         unpack(Bundle(bytes(data), ""), tmp_path)
 
 
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    for name in ("x" * 256, "sub/" + "x" * 1000):
+        with pytest.raises(BundleError, match="255"):
+            unpack(zipped({name: b""}), tmp_path)
+    empty = zipped({"a": b""}).data.replace(b"\0\0a", b"\0\0\0")
+    with pytest.raises(BundleError):
+        unpack(Bundle(empty, ""), tmp_path)
+
+
 def test_a_file_that_is_also_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError):
         unpack(zipped({"a": b"x", "a/b": b"y"}), tmp_path)
