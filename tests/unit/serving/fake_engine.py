@@ -21,7 +21,7 @@ END_OF_SEQUENCE = 7
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """`fault`: "", "silent" (no token, ever), "die", or an HTTP-like code such as "429"."""
+    """`fault`: "", "silent" (no token, ever), "die", "die-soon", or a code such as "429"."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -75,6 +75,8 @@ class FakeEngine:
     async def _run(self, request: FakeRequest, sink: Sink) -> None:
         if request.fault == "die":
             self.die()
+        if request.fault == "die-soon":
+            asyncio.get_running_loop().call_later(0.7, self.die)
         if request.fault.isdigit():
             sink.fail(from_engine_code(int(request.fault), "the fake engine refuses"))
             return

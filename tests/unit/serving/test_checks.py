@@ -171,5 +171,5 @@ def test_no_more_is_generated_than_the_context_has_left(asked: int | None, grant
 
 
 def test_no_tokens_at_all_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="max is 0: .*at least 1"):
+    with pytest.raises(InvalidRequest, match=r"max is 0: .*at least 1"):
         checks.max_tokens("max", 0, prompt_tokens=4, context=10)

@@ -223,10 +223,13 @@ async def test_leaving_early_by_an_error_aborts_the_engine_exactly_once(bench: B
 
 
 async def test_a_cancel_after_an_abort_does_not_abort_again(bench: Bench) -> None:
-    with pytest.raises(asyncio.CancelledError):
+    async def ends() -> None:
         async with bench.open():
             bench.generations.abort(["r"])
             raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await ends()
     assert len(bench.aborted) == 1
     assert bench.sample("requests_total", finish_reason=ABORT) == 1
 
@@ -241,21 +244,21 @@ async def test_what_came_before_a_failure_is_read_before_it(bench: Bench) -> Non
 
 
 async def test_a_failure_reaches_a_unary_reader_and_the_engine_is_left_alone(bench: Bench) -> None:
-    with pytest.raises(SmgError, match="refuses"):
-        async with bench.open() as generation:
-            waiting = asyncio.ensure_future(generation.collect())
-            await settle()
-            generation.fail(SmgError("the engine refuses"))
+    async with bench.open() as generation:
+        waiting = asyncio.ensure_future(generation.collect())
+        await settle()
+        generation.fail(SmgError("the engine refuses"))
+        with pytest.raises(SmgError, match="refuses"):
             await waiting
     assert bench.aborted == []
     assert bench.generations.in_flight == 0
 
 
 async def test_the_first_failure_is_the_one_that_is_told(bench: Bench) -> None:
-    with pytest.raises(SmgError, match="first"):
-        async with bench.open() as generation:
-            generation.fail(SmgError("first"))
-            generation.fail(SmgError("second"))
+    async with bench.open() as generation:
+        generation.fail(SmgError("first"))
+        generation.fail(SmgError("second"))
+        with pytest.raises(SmgError, match="first"):
             await generation.collect()
 
 
@@ -275,10 +278,10 @@ async def test_when_the_engine_dies_every_reader_fails_and_nothing_is_aborted(
 
 
 async def test_requests_that_a_drain_cuts_are_aborted_in_the_engine(bench: Bench) -> None:
-    with pytest.raises(Unavailable):
-        async with bench.open() as generation:
-            bench.generations.cut_all(Unavailable("too late"))
-            bench.generations.cut_all(Unavailable("again"))
+    async with bench.open() as generation:
+        bench.generations.cut_all(Unavailable("too late"))
+        bench.generations.cut_all(Unavailable("again"))
+        with pytest.raises(Unavailable, match="too late"):
             await generation.collect()
     assert bench.aborted == [generation.engine_id]
 
