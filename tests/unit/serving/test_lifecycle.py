@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
-from tests.unit.serving.processes import Process, free_port
+from tests.unit.serving.processes import Process, free_port, scrape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -300,7 +299,7 @@ async def test_the_metrics_port_shows_every_family_with_its_values() -> None:
             engine, _ = stubs(channel)
             await read(engine.Generate(request(3)))
             await code_of(engine.Generate(request(1, text="429")))
-            text = await asyncio.to_thread(_fetch, port)
+            text = await asyncio.to_thread(scrape, port)
         lines = set(text.splitlines())
         assert 'smg_worker_info{engine="fake",model_name="fake-model"} 1.0' in lines
         assert 'smg_worker_state{state="serving"} 1.0' in lines
@@ -317,12 +316,6 @@ async def test_the_metrics_port_shows_every_family_with_its_values() -> None:
         assert "smg_worker_request_duration_seconds_count 2.0" in lines
         worker.signal()
         assert worker.wait(10) == 0
-
-
-def _fetch(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        text: str = response.read().decode()
-        return text
 
 
 def test_log_lines_are_json_where_that_is_asked_for() -> None:
