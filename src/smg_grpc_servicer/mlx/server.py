@@ -87,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the exit code of `smg_grpc_servicer.serving.lifecycle`."""
     # The model is a directory or in the local cache: a worker never waits for a model hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return run(
-        MlxSettings, MlxWorker, engine="mlx", argv=sys.argv[1:] if argv is None else argv
-    )
+    return run(MlxSettings, MlxWorker, engine="mlx", argv=sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":
