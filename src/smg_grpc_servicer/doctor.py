@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from google.protobuf import descriptor_pool
-
+from smg_grpc_servicer.serving import proto_check
 from smg_wire.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -32,11 +31,6 @@ _ENGINES = {
     "tokenspeed": ("tokenspeed", ("tokenspeed",)),
 }
 _LIBRARIES = ("grpcio", "protobuf", "smg-grpc-proto", "uvloop")
-# The newest fields that we set, by the smg-grpc-proto module that must know them.
-_NEWEST_FIELDS = (
-    ("mlx_engine_pb2", "mlx.grpc.engine.GenerateComplete", "matched_stop_token_id"),
-    ("common_pb2", "smg.grpc.common.EngineLoad", "prefill_pending_tokens"),
-)
 _SMALL_SHM_BYTES = 64 * 1024**2
 
 
@@ -86,24 +80,13 @@ def _owners() -> Iterator[Finding]:
 
 
 def _proto() -> Iterator[Finding]:
-    """A proto package that is older than what we set fails at the first request: find it here."""
-    for module, message, field in _NEWEST_FIELDS:
-        try:
-            importlib.import_module(f"smg_grpc_proto.generated.{module}")
-            descriptor = descriptor_pool.Default().FindMessageTypeByName(message)
-        except Exception as error:
-            yield Finding(
-                FAIL, f"smg-grpc-proto cannot be used ({error}): pip install -U smg-grpc-proto"
-            )
-            return
-        if field not in descriptor.fields_by_name:
-            yield Finding(
-                FAIL,
-                f"smg-grpc-proto {_version('smg-grpc-proto')} does not know {message}.{field}: "
-                "pip install -U smg-grpc-proto",
-            )
-            return
-    yield Finding(OK, "smg-grpc-proto knows every field that this release sets")
+    problems = [
+        text for engine in proto_check.NEWEST_FIELDS if (text := proto_check.problem(engine))
+    ]
+    for text in problems:
+        yield Finding(FAIL, text)
+    if not problems:
+        yield Finding(OK, "smg-grpc-proto knows every field that this release sets")
 
 
 def _engines() -> Iterator[Finding]:
