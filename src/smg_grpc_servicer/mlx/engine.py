@@ -108,10 +108,10 @@ class MlxEngine:
         """Requests that have no place in the batch yet."""
         return self.stats.waiting
 
-    async def start(self) -> LoadedModel:
+    async def start(self, on_loaded: Callable[[], None] = lambda: None) -> LoadedModel:
         """Load the model and warm it up; return it with the facts about it.
 
-        May be cancelled: the thread then ends at its next chance, and is not waited for.
+        `on_loaded` is called in between, on the event loop's thread. May be cancelled: the thread then ends at its next chance, and is not waited for.
 
         Raises:
             StartError: the model cannot be loaded or does not run.
@@ -119,7 +119,11 @@ class MlxEngine:
         loop = asyncio.get_running_loop()
         self._dead = loop.create_future()
         self._ready = loop.create_future()
-        self._loop = StepLoop(self._build, loop.call_soon_threadsafe, self)
+
+        def build(should_stop: Callable[[], bool]) -> Engine | None:
+            return self._build(should_stop, lambda: loop.call_soon_threadsafe(on_loaded))
+
+        self._loop = StepLoop(build, loop.call_soon_threadsafe, self)
         self._loop.start()
         try:
             loaded = await self._ready
@@ -130,12 +134,15 @@ class MlxEngine:
         self._watchdog = loop.create_task(self._watch(self._loop), name="mlx-watchdog")
         return loaded
 
-    def _build(self, should_stop: Callable[[], bool]) -> Engine | None:
+    def _build(
+        self, should_stop: Callable[[], bool], tell_loaded: Callable[[], object]
+    ) -> Engine | None:
         """Build everything, on the stepping thread."""
         config = self._config
         loaded = load_model(config.model, config.adapter_path, config.served_name)
         if should_stop():
             return None
+        tell_loaded()
         prefix_cache = PrefixCache(config.prefix_cache_bytes, generators.settle)
         batcher = Batcher(
             self._make_generator(loaded.model, config),

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNLIMITED_CONTEXT = 1 << 20
+
 _INSTALL = "pip install 'smg-grpc-servicer[mlx]'"
 
 # What the families that mlx-lm knows call their token embedding, commonest first.
@@ -42,8 +44,8 @@ class ModelFacts:
         architectures: of config.json.
         vocab_size: rows of the token embedding as loaded; an id from here on has no meaning and
             reading it would be out of bounds. From config.json if no embedding is found.
-        max_context_length: tokens of prompt and output together, from config.json; 0 if it
-            names none.
+        max_context_length: tokens of prompt and output together, from config.json; a model that
+            names none (recurrent ones have no limit) is given 2**20.
         eos_token_ids: every id that ends a turn by the tokenizer, by config.json or by
             generation_config.json; sorted.
         pad_token_id: from config.json, else the tokenizer's.
@@ -147,7 +149,9 @@ def _facts(path: Path, served_name: str, network: Any, tokenizer: Any) -> ModelF
         model_type=str(config.get("model_type") or ""),
         architectures=tuple(str(name) for name in config.get("architectures") or ()),
         vocab_size=rows or 0,
-        max_context_length=_first_int(config, text, "max_position_embeddings") or 0,
+        max_context_length=(
+            _first_int(config, text, "max_position_embeddings") or _UNLIMITED_CONTEXT
+        ),
         eos_token_ids=tuple(sorted(eos)),
         pad_token_id=_special(config, text, tokenizer, "pad_token_id"),
         bos_token_id=_special(config, text, tokenizer, "bos_token_id"),

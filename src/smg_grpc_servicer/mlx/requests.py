@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from smg_grpc_servicer.mlx.engine import MlxRequest
+from smg_grpc_servicer.mlx.config import MlxRequest
 from smg_grpc_servicer.mlx.sampling import Sampling
 from smg_grpc_servicer.serving import checks
 from smg_wire.errors import InvalidRequest

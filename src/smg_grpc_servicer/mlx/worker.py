@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
 
-from smg_grpc_servicer.mlx.engine import EngineConfig, MlxEngine
+from smg_grpc_servicer.mlx.config import EngineConfig
+from smg_grpc_servicer.mlx.engine import MlxEngine
 from smg_grpc_servicer.mlx.servicer import MlxServicer
 from smg_grpc_servicer.mlx.text import TextInput
 from smg_grpc_servicer.serving.generation import Generations
@@ -35,13 +36,13 @@ class MlxWorker:
         self._engine = MlxEngine(
             EngineConfig(
                 model=settings.model,
-                served_model_name=settings.served_model_name,
-                adapter_path=settings.adapter_path,
+                served_name=settings.served_model_name,
+                adapter_path=None if settings.adapter_path is None else str(settings.adapter_path),
                 prefill_batch_size=settings.prefill_batch_size,
                 completion_batch_size=settings.completion_batch_size,
                 prefill_step_size=settings.prefill_step_size,
                 prefix_cache_bytes=int(settings.prefix_cache_bytes),
-                stall_timeout=settings.stall_timeout,
+                stall_timeout_s=settings.stall_timeout,
             )
         )
         self.generations = Generations(
@@ -62,12 +63,10 @@ class MlxWorker:
 
     async def start(self) -> None:
         """Load the model and warm it up."""
-        loaded = await self._engine.load()
-        self._health.to(State.WARMING)
-        self._metrics.set_model(loaded.facts.served_model_name)
+        loaded = await self._engine.start(on_loaded=lambda: self._health.to(State.WARMING))
+        self._metrics.set_model(loaded.facts.served_name)
         self._text = TextInput(loaded.tokenizer, loaded.facts.max_context_length)
         self._servicer.model_loaded(loaded.facts, self._text)
-        await self._engine.warm_up()
 
     async def died(self) -> EngineDead:
         """Wait for the engine's death."""
