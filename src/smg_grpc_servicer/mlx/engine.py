@@ -111,7 +111,8 @@ class MlxEngine:
     async def start(self, on_loaded: Callable[[], None] = lambda: None) -> LoadedModel:
         """Load the model and warm it up; return it with the facts about it.
 
-        `on_loaded` is called in between, on the event loop's thread. May be cancelled: the thread then ends at its next chance, and is not waited for.
+        `on_loaded` is called in between, on the event loop's thread. May be cancelled: the
+        thread then ends at its next chance, and is not waited for.
 
         Raises:
             StartError: the model cannot be loaded or does not run.
