@@ -106,11 +106,14 @@ class Guard:
 
     async def _abort(self, method: str, context: Context, error: BaseException) -> NoReturn:
         status, message, trailers = to_status(error)
+        probe = method.startswith(_HEALTH_PREFIX)
         if isinstance(error, SmgError):
-            _logger.info("%s %s: %s", method, status.name, message)
+            level = logging.DEBUG if probe else logging.INFO
+            _logger.log(level, "%s %s: %s", method, status.name, message)
         else:
             _logger.error("%s failed", method, exc_info=error)
-        self._metrics.refusals.labels(status.name).inc()
+        if not probe:
+            self._metrics.refusals.labels(status.name).inc()
         await context.abort(status, message, trailers)
         raise AssertionError("abort returned")
 
