@@ -41,7 +41,7 @@ PositiveSeconds = Annotated[float, AfterValidator(_finite), Field(gt=0)]
 
 
 class ServingSettings(Settings):
-    """What every worker takes, whatever its engine."""
+    """Serve an engine over gRPC: what every worker takes."""
 
     # OpenTelemetry's own variables, the later one wins.
     foreign_variables: ClassVar[dict[str, str]] = {
@@ -101,7 +101,7 @@ class ServingSettings(Settings):
 
 
 class MlxSettings(ServingSettings):
-    """The MLX worker's."""
+    """Serve a model with MLX over mlx.grpc.engine.MlxEngine."""
 
     foreign_variables: ClassVar[dict[str, str]] = {
         **ServingSettings.foreign_variables,

@@ -21,7 +21,7 @@ def model_info(facts: ModelFacts) -> pb.GetModelInfoResponse:
         is_generation=True,
         max_context_length=facts.max_context_length,
         vocab_size=facts.vocab_size,
-        served_model_name=facts.served_model_name,
+        served_model_name=facts.served_name,
         model_type=facts.model_type,
         architectures=facts.architectures,
         eos_token_ids=facts.eos_token_ids,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from smg_grpc_servicer.mlx.engine import MlxRequest
+from smg_grpc_servicer.mlx.config import MlxRequest
 from smg_grpc_servicer.mlx.sampling import Sampling
 from smg_grpc_servicer.serving import checks
 from smg_wire.errors import InvalidRequest
@@ -71,9 +71,7 @@ def _sampling(params: pb.SamplingParams, vocab_size: int) -> Sampling:
         ),
         frequency_penalty=checks.penalty(name("frequency_penalty"), params.frequency_penalty),
         presence_penalty=checks.penalty(name("presence_penalty"), params.presence_penalty),
-        logit_bias=checks.logit_bias(
-            name("logit_bias"), params.logit_bias, vocab_size=vocab_size
-        ),
+        logit_bias=checks.logit_bias(name("logit_bias"), params.logit_bias, vocab_size=vocab_size),
         seed=(
             checks.integer(name("seed"), params.seed, 0, _MAX_SEED)
             if params.HasField("seed")

@@ -96,9 +96,7 @@ class MlxServicer(mlx_engine_pb2_grpc.MlxEngineServicer):
     ) -> pb.GetServerInfoResponse:
         """Describe the worker."""
         del request, context
-        return info.server_info(
-            active_requests=self._generations.in_flight, started=self._started
-        )
+        return info.server_info(active_requests=self._generations.in_flight, started=self._started)
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context

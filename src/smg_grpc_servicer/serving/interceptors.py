@@ -108,9 +108,13 @@ class Guard:
         try:
             await context.abort(status, message, trailers)
         except grpc.aio.AbortError:
-            self._metrics.refusals.labels(status.name).inc()
+            probe = method.startswith(_HEALTH_PREFIX)
+            if not probe:
+                self._metrics.refusals.labels(status.name).inc()
             trace.get_current_span().set_status(trace.StatusCode.ERROR, str(error))
-            _logger.info("%s %s: %s", method, status.name, message)
+            _logger.log(
+                logging.DEBUG if probe else logging.INFO, "%s %s: %s", method, status.name, message
+            )
             raise
         except grpc.aio.InternalError:
             # grpc could not send: nobody is there. As a cancellation it ends without a log line.

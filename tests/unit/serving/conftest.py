@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,14 @@ class Bench:
         channel = grpc.aio.insecure_channel(self.address, options=options)
         self._owned.push_async_callback(channel.close)
         return channel
+
+    async def counted(self, name: str, value: float, **labels: str) -> None:
+        """Wait for a value: an RPC is counted when its status is out, which a client sees first."""
+        for _ in range(200):
+            if self.sample(name, **labels) >= value:
+                break
+            await asyncio.sleep(0.01)
+        assert self.sample(name, **labels) == value
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"smg_worker_{name}", labels) or 0.0

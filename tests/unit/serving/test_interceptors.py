@@ -108,7 +108,7 @@ async def test_an_error_of_the_tree_reaches_the_client_with_its_text(
     error = await failure(CALLS[kind](stub))
     assert error.code() is Code.INVALID_ARGUMENT
     assert error.details() == "top_p is 2: must be in [0, 1]"
-    assert bench.sample("refusals_total", code="INVALID_ARGUMENT") == 1
+    await bench.counted("refusals_total", 1, code="INVALID_ARGUMENT")
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -251,7 +251,7 @@ async def test_a_call_without_the_key_is_refused(
     assert error.code() is Code.UNAUTHENTICATED
     assert KEY not in (error.details() or "")
     assert not servicer.entered.is_set()
-    assert bench.sample("refusals_total", code="UNAUTHENTICATED") == 1
+    await bench.counted("refusals_total", 1, code="UNAUTHENTICATED")
 
 
 async def test_a_call_with_the_key_is_served(bench: Bench) -> None:
@@ -285,6 +285,14 @@ async def test_probes_need_no_key(bench: Bench) -> None:
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert (await watch.read()).status == 2
     watch.cancel()
+
+
+async def test_a_probe_that_names_nothing_is_no_refusal_of_the_worker(bench: Bench) -> None:
+    stub = health_pb2_grpc.HealthStub(await bench.serve())
+    error = await failure(stub.Check(health_pb2.HealthCheckRequest(service="no.Such")))
+    assert error.code() is Code.NOT_FOUND
+    await asyncio.sleep(0.05)
+    assert list(bench.metrics.refusals.collect())[0].samples == []
 
 
 def _list_services() -> list[Any]:
