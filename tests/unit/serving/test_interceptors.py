@@ -292,7 +292,7 @@ async def test_a_probe_that_names_nothing_is_no_refusal_of_the_worker(bench: Ben
     error = await failure(stub.Check(health_pb2.HealthCheckRequest(service="no.Such")))
     assert error.code() is Code.NOT_FOUND
     await asyncio.sleep(0.05)
-    assert list(bench.metrics.refusals.collect())[0].samples == []
+    assert next(iter(bench.metrics.refusals.collect())).samples == []
 
 
 def _list_services() -> list[Any]:
