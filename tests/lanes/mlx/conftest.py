@@ -3,6 +3,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from tests.conformance.fixtures import (  # noqa: F401 - fixtures of the suite
+    client,
+    connect,
+    facts,
+    lane,
+    worker,
+)
+from tests.lanes.mlx.driver import MlxDriver
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +20,8 @@ def demo_model() -> str:
     if not path:
         pytest.fail("SMG_TEST_MODEL names no model directory")
     return path
+
+
+@pytest.fixture(scope="session")
+def driver(demo_model: str) -> MlxDriver:
+    return MlxDriver(demo_model)

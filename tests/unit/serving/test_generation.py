@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from tests.unit.serving.fake_engine import FakeEngine, FakeRequest
+from tests.support.fake_engine import FakeEngine, FakeRequest
 
 from smg_grpc_servicer.serving.deltas import ABORT, LENGTH, STOP, Delta, Finish, Logprobs
 from smg_grpc_servicer.serving.generation import Generation, Generations

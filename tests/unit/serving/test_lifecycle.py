@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
-from tests.unit.serving.processes import Process, free_port, scrape
+from tests.support.processes import Process, free_port, scrape
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
-from tests.unit.serving.certificates import Authority, write_pair
+from tests.support.certificates import Authority, write_pair
+from tests.support.processes import free_port, scrape
 from tests.unit.serving.conftest import descriptors
-from tests.unit.serving.processes import free_port, scrape
 
 from smg_grpc_servicer.serving.server import bind, build_server, start_metrics
 from smg_grpc_servicer.settings import ServingSettings

@@ -29,6 +29,7 @@ class FakeRequest:
     seed: int | None = None
     greedy: bool = True
     logprobs: int | None = None
+    forced: int | None = None
     fault: str = ""
 
 
@@ -96,6 +97,8 @@ class FakeEngine:
             token = next_token(request.prompt_ids + output)
             if not request.greedy:
                 token = draw.randrange(8, VOCABULARY)
+            if request.forced is not None:
+                token = request.forced
             output.append(token)
             finish = None
             if token in request.stop_token_ids:

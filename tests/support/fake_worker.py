@@ -1,4 +1,4 @@
-"""`python -m tests.unit.serving.fake_worker`: a whole worker over the fake engine.
+"""`python -m tests.support.fake_worker`: a whole worker over the fake engine.
 
 It speaks the smallest wire there is, MLX's. A `text` input is a fault of `FakeRequest`, or
 "crash" for a handler that raises what no error tree knows.
@@ -7,13 +7,15 @@ It speaks the smallest wire there is, MLX's. A `text` input is a fault of `FakeR
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from smg_grpc_proto.generated import common_pb2, mlx_engine_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
-from tests.unit.serving.fake_engine import (
+from tests.support.fake_engine import (
     CONTEXT,
     END_OF_SEQUENCE,
     VOCABULARY,
@@ -89,6 +91,8 @@ class FakeWorker:
                 raise EngineDead("the engine died while it warmed up")
             case "start-busy-thread":
                 await asyncio.to_thread(time.sleep, 60)
+        # How a test breaks the engine of a running worker.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.engine.die)
         self._health.to(State.WARMING)
         self._metrics.set_model(MODEL)
         await asyncio.sleep(self._settings.warm_seconds)
@@ -173,7 +177,7 @@ def convert(request: pb.GenerateRequest) -> FakeRequest:
     params, name = request.sampling_params, "sampling_params.{}".format
     checks.prompt_ids("tokenized.input_ids", ids, vocab_size=VOCABULARY, context=CONTEXT)
     temperature = params.temperature if params.HasField("temperature") else 1.0
-    checks.number(name("temperature"), temperature, 0.0, 1e38)
+    checks.number(name("temperature"), temperature, 0.0, math.inf)
     checks.top_p(name("top_p"), params.top_p)
     checks.number(name("min_p"), params.min_p, 0.0, 1.0)
     checks.repetition_penalty(name("repetition_penalty"), params.repetition_penalty)
@@ -199,6 +203,7 @@ def convert(request: pb.GenerateRequest) -> FakeRequest:
         seed=params.seed if params.HasField("seed") else None,
         greedy=temperature == 0,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        forced=next((key for key, bias in params.logit_bias.items() if bias == 100), None),
         fault=fault,
     )
 

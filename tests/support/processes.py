@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-ROOT = Path(__file__).parents[3]
-FAKE = [sys.executable, "-m", "tests.unit.serving.fake_worker"]
+ROOT = Path(__file__).parents[2]
+FAKE = [sys.executable, "-m", "tests.support.fake_worker"]
 
 
 def free_port() -> int:
@@ -95,7 +95,8 @@ class Process:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return self
                 time.sleep(0.05)
-        raise AssertionError(f"not serving after {seconds} s:\n{self.output}")
+        state = "not serving in time" if self.process.poll() is None else "ended"
+        raise AssertionError(f"{state} ({seconds:g} s were allowed):\n{self.output}")
 
     def until_logged(self, words: str, seconds: float = 30) -> Self:
         deadline = time.monotonic() + seconds
