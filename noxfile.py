@@ -74,6 +74,7 @@ os.environ["PATH"] = os.pathsep.join(
 )
 
 nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "types", "walls", "unit", "wheel", "mlx"]
@@ -109,10 +110,13 @@ def _neighbour(session: nox.Session, name: str, *installs: tuple[str, ...]) -> P
 
 
 def _mlx_environment(session: nox.Session) -> dict[str, str]:
+    """Return what tests and benchmarks find: the demo model, and OpenBLAS if there is one."""
     preload = openblas.preload_environment()
     if sys.platform == "linux" and not preload:
         session.warn(f"OpenBLAS is not installed: {openblas.COST}")
-    return {**preload, "HF_HUB_OFFLINE": "1"}
+    printed = session.run("python", "-m", "smg_grpc_servicer.demo_model", silent=True)
+    model = str(printed).strip().splitlines()[-1]
+    return {**preload, "HF_HUB_OFFLINE": "1", "SMG_TEST_MODEL": model}
 
 
 def _tool(name: str) -> str:
@@ -155,7 +159,7 @@ def unit(session: nox.Session) -> None:
 def wheel(session: nox.Session) -> None:
     """Build the wheel from the source distribution, look into it, and start what it installs."""
     _install(session, "build", "virtualenv")
-    output = Path(session.create_tmp()) / "dist"
+    output = Path(session.create_tmp()).resolve() / "dist"
     shutil.rmtree(output, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(output), ".", silent=True)
     built = next(output.glob("*.whl"))
