@@ -71,8 +71,12 @@ def running_worker(model: Path, port: int, log: Path) -> Iterator[subprocess.Pop
         yield worker
     finally:
         if worker.poll() is None:
-            worker.kill()
-            worker.wait()
+            worker.terminate()
+            try:
+                worker.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
 
 
 def wait_until_serving(worker: subprocess.Popen[bytes], port: int) -> bool:
