@@ -25,6 +25,15 @@ def _finite(value: float) -> float:
     return value
 
 
+def _sendable(key: SecretStr) -> SecretStr:
+    # An empty key would let everyone in, and metadata cannot carry the others.
+    text = key.get_secret_value()
+    if not text or any(not "!" <= character <= "~" for character in text):
+        raise ValueError("must be printable ASCII characters without spaces, at least one")
+    return key
+
+
+ApiKey = Annotated[SecretStr, AfterValidator(_sendable)]
 ExistingFile = Annotated[Path, AfterValidator(_existing_file)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, AfterValidator(_finite), Field(ge=0)]
@@ -45,7 +54,7 @@ class ServingSettings(Settings):
     metrics_port: Port | None = option(
         None, help="Serve Prometheus metrics over HTTP on this port; off when unset."
     )
-    api_key: SecretStr | None = option(
+    api_key: ApiKey | None = option(
         None,
         help="Require 'authorization: Bearer KEY' on every RPC but grpc.health.v1. Prefer the "
         "variable: flags show in process lists.",

@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import ClassVar
 
@@ -178,6 +179,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailers]:
     """Return status, message and trailers for an error; a stranger's text is not shown."""
     if isinstance(error, SmgError):
         return error.status, error.message, error.trailers
-    if isinstance(error, TimeoutError):
+    # Two classes until Python 3.11 made them one.
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         return grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed", ()
     return grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE, ()

@@ -137,7 +137,12 @@ def _lines(cls: type[Settings], argv: Sequence[str], error: ValidationError) -> 
             yield f"{flag(name)} is required (or set {variable(name)})"
             continue
         reason = problem["msg"].removeprefix("Value error, ")
-        yield f"{where} is {problem['input']!r}: {reason[:1].lower()}{reason[1:]}"
+        value = "hidden" if _is_secret(cls, name) else repr(problem["input"])
+        yield f"{where} is {value}: {reason[:1].lower()}{reason[1:]}"
+
+
+def _is_secret(cls: type[Settings], name: str) -> bool:
+    return name in cls.model_fields and "Secret" in str(cls.model_fields[name].annotation)
 
 
 def _origin(cls: type[Settings], argv: Sequence[str], name: str) -> str:
@@ -145,7 +150,7 @@ def _origin(cls: type[Settings], argv: Sequence[str], name: str) -> str:
         return flag(name)
     if os.environ.get(variable(name)) is not None:
         return variable(name)
-    for foreign, field in cls.foreign_variables.items():
+    for foreign, field in reversed(cls.foreign_variables.items()):
         if field == name and os.environ.get(foreign):
             return foreign
     return flag(name)

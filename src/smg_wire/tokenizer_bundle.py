@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -23,6 +25,8 @@ CHUNK_BYTES = 64 * 1024
 MAX_ZIP_BYTES = 200 * 1024**2
 MAX_UNPACKED_BYTES = 500 * 1024**2
 MAX_ENTRIES = 50
+# File systems take no more in one part of a path.
+_MAX_NAME = 255
 
 # What tokenizers, chat templates and media processors are made of, as Hugging Face names it.
 # No Python: a client must not run what a worker sends.
@@ -58,6 +62,22 @@ _VOCABULARIES = (
 
 # The oldest time that a zip can hold: the same files then give the same hash on every worker.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+# What zipfile raises for damaged, encrypted and exotic archives, and for names that collide.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
 
 
 class BundleError(SmgError):
@@ -140,7 +160,7 @@ def unpack(bundle: Bundle, directory: Path) -> list[Path]:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             _check_entries(entries)
             return [_extract(archive, entry, directory) for entry in entries]
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise BundleError(f"the tokenizer bundle is not a readable zip: {error}") from error
 
 
@@ -154,6 +174,8 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
         )
     for entry in entries:
         path = PurePosixPath(entry.filename)
+        if len(entry.filename) > _MAX_NAME:
+            raise BundleError(f"the tokenizer bundle names a file with more than {_MAX_NAME} bytes")
         if path.is_absolute() or ".." in path.parts or "\\" in entry.filename:
             raise BundleError(f"the tokenizer bundle names a file outside: {entry.filename!r}")
 

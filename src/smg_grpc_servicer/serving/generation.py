@@ -73,14 +73,24 @@ class Generation:
         if self._open and self._error is None:
             self._error = error
             self._engine_has_it = False
+            self._registry.release(self)
             self._wake()
 
     # The servicer's side.
 
-    def abort(self) -> None:
-        """End every open choice with `finish_reason: "abort"` and what it has; free the engine."""
+    def cut(self, error: SmgError) -> None:
+        """End the request with an error while the engine still runs it, and free the engine."""
+        if self._open and self._error is None:
+            self._abort_engine()
+            self.fail(error)
+
+    def abort(self) -> bool:
+        """End every open choice with `finish_reason: "abort"` and what it has; free the engine.
+
+        False if the request has ended already.
+        """
         if not self._open or self._error is not None:
-            return
+            return False
         for index in sorted(self._open):
             last = self._last.get(index) or Delta(index, [], 0, 0)
             self._enqueue(
@@ -97,6 +107,7 @@ class Generation:
         self._ended = self._ended or ABORT
         self._abort_engine()
         self._registry.release(self)
+        return True
 
     def __aiter__(self) -> Self:
         return self
@@ -137,7 +148,7 @@ class Generation:
             self._ended = "cancel" if isinstance(error, asyncio.CancelledError) else "error"
         self._open.clear()
         self._abort_engine()
-        self._registry.release(self)
+        self._registry.leave(self)
         self._registry.metrics.requests.labels(self._ended).inc()
         self._registry.metrics.duration.observe(time.monotonic() - self._began)
 
@@ -146,6 +157,7 @@ class Generation:
         if not self._open:
             self._engine_has_it = False
             self._ended = self._ended or reason
+            self._registry.release(self)
 
     def _abort_engine(self) -> None:
         if self._engine_has_it:
@@ -211,7 +223,10 @@ class Generations:
         self._health = health
         self._slots = slots
         self._max_queued = max_queued
+        # A request leaves `_live` with its last token and `_streams` with its last message: a
+        # client that has read the end may use the id again, and a drain waits for the message.
         self._live: dict[str, Generation] = {}
+        self._streams: set[Generation] = set()
         self._sequences = 0
         # Engine ids have one length, so that none is a prefix of another: SGLang aborts by
         # prefix. The random part keeps two workers on one engine host apart.
@@ -222,8 +237,8 @@ class Generations:
 
     @property
     def in_flight(self) -> int:
-        """Requests admitted and not ended."""
-        return len(self._live)
+        """Requests admitted whose answer is not written to its end."""
+        return len(self._streams)
 
     def open(self, request_id: str, *, choices: int = 1) -> Generation:
         """Admit a request; an empty id is given a name of ours.
@@ -249,35 +264,42 @@ class Generations:
             )
         generation = Generation(self, request_id, engine_id, choices)
         self._live[request_id] = generation
+        self._streams.add(generation)
         self._sequences += choices
         self._idle.clear()
-        self.metrics.in_flight.set(len(self._live))
+        self.metrics.in_flight.set(len(self._streams))
         _logger.debug("request %s admitted as %s", request_id, engine_id)
         return generation
 
     def release(self, generation: Generation) -> None:
-        """Forget a request that has ended; a second call does nothing."""
-        if self._live.get(generation.request_id) is not generation:
-            return
-        del self._live[generation.request_id]
-        self._sequences -= generation.choices
-        if not self._live:
+        """Give back the id and the slots of a request that the engine no longer runs."""
+        if self._live.get(generation.request_id) is generation:
+            del self._live[generation.request_id]
+            self._sequences -= generation.choices
+
+    def leave(self, generation: Generation) -> None:
+        """Forget a request whose answer is written, or never will be."""
+        self.release(generation)
+        self._streams.discard(generation)
+        if not self._streams:
             self._idle.set()
-        self.metrics.in_flight.set(len(self._live))
+        self.metrics.in_flight.set(len(self._streams))
 
     def abort(self, request_ids: Iterable[str]) -> list[bool]:
         """Abort the requests that are live now; say of each id whether it was."""
         found = [self._live.get(request_id) for request_id in request_ids]
-        for generation in found:
-            if generation is not None:
-                generation.abort()
-        return [generation is not None for generation in found]
+        return [generation is not None and generation.abort() for generation in found]
 
     def fail_all(self, error: SmgError) -> None:
-        """End every live request with one error."""
-        for generation in list(self._live.values()):
+        """End every request with one error: the engine no longer runs any."""
+        for generation in list(self._streams):
             generation.fail(error)
 
+    def cut_all(self, error: SmgError) -> None:
+        """End every request with one error, and have the engine abort it."""
+        for generation in list(self._streams):
+            generation.cut(error)
+
     async def drained(self) -> None:
-        """Wait until no request is live."""
+        """Wait until every answer is written."""
         await self._idle.wait()

@@ -93,15 +93,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._health = health
         self._services = frozenset(services) | {""}
 
-    def _status(self, service: str) -> int:
+    def _status(self, service: str, state: State) -> int:
         if service not in self._services:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        if self._health.state is State.SERVING:
+        if state is State.SERVING:
             return health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse.NOT_SERVING
 
     def _response(self, service: str) -> health_pb2.HealthCheckResponse:
-        return health_pb2.HealthCheckResponse(status=self._status(service))
+        return health_pb2.HealthCheckResponse(status=self._status(service, self._health.state))
 
     async def Check(
         self,
@@ -141,10 +141,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         sent: int | None = None
         try:
             while True:
-                await changes.get()
-                status = self._status(request.service)
+                # The state queued and not the state now: no transition is skipped.
+                status = self._status(request.service, await changes.get())
                 if status != sent:
                     sent = status
-                    yield self._response(request.service)
+                    yield health_pb2.HealthCheckResponse(status=status)
         finally:
             unsubscribe()

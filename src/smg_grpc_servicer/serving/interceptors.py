@@ -76,7 +76,7 @@ class Guard:
             key: value.decode("latin-1") if isinstance(value, bytes) else value
             for key, value in context.invocation_metadata() or ()
         }
-        with server_span(method, metadata) as span:
+        with server_span(method, metadata):
             try:
                 self._authenticate(method, metadata)
                 _require_parsed(request)
@@ -84,13 +84,10 @@ class Guard:
             except grpc.aio.AbortError:
                 raise
             except asyncio.CancelledError:
-                if context.cancelled() or context.done():
-                    _logger.debug("%s was cancelled by its client", method)
-                    raise
-                # Something inside was cancelled; without a status the client would hang.
+                # By the client, or inside: then it would hang without a status. The context
+                # does not tell which, but a client that has gone takes no status.
                 await self._abort(method, context, Unavailable("the request was cancelled here"))
             except Exception as error:
-                span.set_status(trace.StatusCode.ERROR, str(error))
                 await self._abort(method, context, error)
             else:
                 if not method.startswith(_HEALTH_PREFIX):
@@ -106,15 +103,23 @@ class Guard:
 
     async def _abort(self, method: str, context: Context, error: BaseException) -> NoReturn:
         status, message, trailers = to_status(error)
-        probe = method.startswith(_HEALTH_PREFIX)
-        if isinstance(error, SmgError):
-            level = logging.DEBUG if probe else logging.INFO
-            _logger.log(level, "%s %s: %s", method, status.name, message)
-        else:
+        if not isinstance(error, (SmgError, grpc.aio.InternalError)):
             _logger.error("%s failed", method, exc_info=error)
-        if not probe:
-            self._metrics.refusals.labels(status.name).inc()
-        await context.abort(status, message, trailers)
+        try:
+            await context.abort(status, message, trailers)
+        except grpc.aio.AbortError:
+            probe = method.startswith(_HEALTH_PREFIX)
+            if not probe:
+                self._metrics.refusals.labels(status.name).inc()
+            trace.get_current_span().set_status(trace.StatusCode.ERROR, str(error))
+            _logger.log(
+                logging.DEBUG if probe else logging.INFO, "%s %s: %s", method, status.name, message
+            )
+            raise
+        except grpc.aio.InternalError:
+            # grpc could not send: nobody is there. As a cancellation it ends without a log line.
+            _logger.debug("%s: its client has gone", method)
+            raise asyncio.CancelledError from None
         raise AssertionError("abort returned")
 
 

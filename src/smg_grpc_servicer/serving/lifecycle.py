@@ -21,6 +21,7 @@ import logging
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from smg_grpc_servicer.serving.health import STATE_LABELS, Health, State
@@ -114,8 +115,21 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+class _Executor(ThreadPoolExecutor):
+    """A default executor that the loop does not wait for when it closes.
+
+    A thread that loads a model cannot be stopped; asyncio would wait for it after SIGTERM.
+    """
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Drop what waits, and leave what runs to the end of the process."""
+        del wait, cancel_futures
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 def _run_loop(main: Awaitable[int]) -> int:
     async def awaited() -> int:
+        asyncio.get_running_loop().set_default_executor(_Executor())
         return await main
 
     faulthandler.enable()
@@ -146,7 +160,7 @@ async def _serve(
         owned.callback(start_metrics(settings, metrics))
         await server.start()
         try:
-            if not await _until(stop, worker.start()):
+            if not await _until(stop, _start(worker)):
                 return EXIT_OK
             health.to(State.SERVING)
             _logger.info("gRPC server listening on %s:%d", settings.host, port)
@@ -161,6 +175,18 @@ async def _serve(
             health.to(State.DRAINING)
             await server.stop(_FLUSH_SECONDS)
             await _close(worker)
+
+
+async def _start(worker: Worker) -> None:
+    try:
+        await worker.start()
+    except StartError:
+        raise
+    except SmgError as error:
+        raise StartError(error.message) from error
+    except Exception as error:
+        _logger.exception("the engine failed to start")
+        raise StartError(f"the engine failed to start: {type(error).__name__}: {error}") from error
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[Any]) -> bool:
@@ -179,8 +205,12 @@ async def _until(stop: asyncio.Event, work: Awaitable[Any]) -> bool:
         with contextlib.suppress(asyncio.CancelledError):
             await asked
         if not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await task
+            except asyncio.CancelledError:
+                pass
+            except SmgError as error:
+                _logger.info("stopped while ending: %s", error.message)
 
 
 def _die(health: Health, worker: Worker, reason: EngineDead) -> None:
@@ -205,17 +235,18 @@ async def _drain(
         return EXIT_ENGINE_DEAD
     if generations.in_flight:
         _logger.warning("drain timeout is over: ending %d requests", generations.in_flight)
-        generations.fail_all(Unavailable("the worker shut down before the request ended"))
+        generations.cut_all(Unavailable("the worker shut down before the request ended"))
     return EXIT_OK
 
 
 async def _close(worker: Worker) -> None:
-    try:
-        await asyncio.wait_for(worker.close(), _CLOSE_SECONDS)
-    except asyncio.TimeoutError:
+    closing = asyncio.ensure_future(worker.close())
+    await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
+    if not closing.done():
         _logger.warning("the engine did not stop within %g s", _CLOSE_SECONDS)
-    except SmgError as error:
-        _logger.warning("the engine did not stop cleanly: %s", error.message)
+        closing.cancel()
+    elif closing.exception() is not None:
+        _logger.warning("the engine did not stop cleanly", exc_info=closing.exception())
 
 
 @contextlib.contextmanager

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from smg_grpc_servicer.serving.deltas import LENGTH, Delta, Finish, Logprobs
+
+
+def test_a_merged_delta_is_what_both_said() -> None:
+    first = Delta(0, [1], 5, 1, 2, Logprobs([1], [-0.1], [[(1, -0.1)]]), extra="a")
+    first.merge(Delta(0, [2, 3], 5, 3, 4, Logprobs([2, 3], [-0.2, -0.3], [[], []]), Finish(LENGTH)))
+    assert first == Delta(
+        0,
+        [1, 2, 3],
+        5,
+        3,
+        4,
+        Logprobs([1, 2, 3], [-0.1, -0.2, -0.3], [[(1, -0.1)], [], []]),
+        Finish(LENGTH),
+        "a",
+    )
+
+
+def test_the_later_extra_replaces_the_earlier() -> None:
+    first = Delta(0, [], 0, 0, extra="a")
+    first.merge(Delta(0, [], 0, 0, extra="b"))
+    assert first.extra == "b"
+
+
+def test_logprobs_that_only_the_later_delta_has_are_kept() -> None:
+    first = Delta(0, [], 1, 0)
+    first.merge(Delta(0, [9], 1, 1, logprobs=Logprobs([9], [-1.0], [[]])))
+    assert first.logprobs == Logprobs([9], [-1.0], [[]])
