@@ -182,6 +182,8 @@ def serve_bare(model: str) -> None:
     """Answer lines of prompts on standard input with figures: the bare generator's process."""
     import resource
 
+    # Python puts this directory first, and this file would pass for the package that it measures.
+    sys.path.remove(str(Path(__file__).resolve().parent))
     from mlx_lm import load
     from mlx_lm.generate import BatchGenerator
 
@@ -285,11 +287,17 @@ async def contenders(model: Path, tokenizer: Any, logs: Path) -> AsyncIterator[l
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        stack.callback(bare.kill)
+        stack.callback(_kill, bare)
         assert bare.stdout is not None
-        await bare.stdout.readline()
+        if not await bare.stdout.readline():
+            raise SystemExit("the bare batch generator did not start")
         found.append(BareGenerator("batch generator in process, newest", bare))
         yield found
+
+
+def _kill(child: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
 
 
 def chat(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
