@@ -31,15 +31,6 @@ NEWEST_MLX = ("mlx-lm==0.32.2", "transformers==5.24.0")
 OLDEST_MLX = ("mlx-lm==0.31.3", "transformers==5.12.1")
 ROUTER = "smg==1.13.0"
 PUBLISHED = "smg-grpc-servicer==0.14.1"
-PUBLISHED_NEEDS = (
-    "mlx[cpu]" if sys.platform == "linux" else "mlx",
-    *OLDEST_MLX,
-    "grpcio",
-    "grpcio-health-checking",
-    "grpcio-reflection",
-    "smg-grpc-proto==0.4.28",
-)
-
 # Lanes where the question is not the interpreter: the one that runs this file.
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -206,10 +197,16 @@ def full_mlx(session: nox.Session, release: tuple[str, ...]) -> None:
 def bench_mlx(session: nox.Session) -> None:
     """Measure this worker against the published one, each in its own environment."""
     _install(session, "--editable", ".[mlx,demo,test]", *NEWEST_MLX)
-    # The published release names dependencies that none of its MLX code needs.
-    published = _neighbour(session, PUBLISHED, PUBLISHED_NEEDS, ("--no-deps", PUBLISHED))
+    # Both workers on the mlx-lm that the published one can import, in one environment.
+    old = _neighbour(session, OLDEST_MLX[0], ("--editable", f"{ROOT}[mlx]", *OLDEST_MLX))
+    published = NEIGHBOURS / PUBLISHED
+    if not published.is_dir():
+        # Its other dependencies are other engines'; this directory goes in front by PYTHONPATH.
+        pip = (str(old / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps")
+        session.run(*pip, "--target", str(published), PUBLISHED, external=True, silent=True)
     environment = {
         **_mlx_environment(session),
-        "SMG_BENCH_PUBLISHED_PYTHON": str(published / "bin" / "python"),
+        "SMG_BENCH_OLD_PYTHON": str(old / "bin" / "python"),
+        "SMG_BENCH_PUBLISHED": str(published),
     }
     session.run("python", "benchmarks/mlx.py", *session.posargs, env=environment)
