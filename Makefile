@@ -5,7 +5,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 
 VENV := .venv
 NOX := .venv-nox/bin/nox
-PIP := -m pip --disable-pip-version-check --quiet
+# Twice quiet: errors only.
+PIP := -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full bench-mlx prerequisites clean

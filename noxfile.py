@@ -31,15 +31,6 @@ NEWEST_MLX = ("mlx-lm==0.32.2", "transformers==5.24.0")
 OLDEST_MLX = ("mlx-lm==0.31.3", "transformers==5.12.1")
 ROUTER = "smg==1.13.0"
 PUBLISHED = "smg-grpc-servicer==0.14.1"
-PUBLISHED_NEEDS = (
-    "mlx[cpu]" if sys.platform == "linux" else "mlx",
-    *OLDEST_MLX,
-    "grpcio",
-    "grpcio-health-checking",
-    "grpcio-reflection",
-    "smg-grpc-proto==0.4.28",
-)
-
 # Lanes where the question is not the interpreter: the one that runs this file.
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -73,7 +64,11 @@ os.environ["PATH"] = os.pathsep.join(
     [*dict.fromkeys(filter(None, _directories.values())), os.environ.get("PATH", "")]
 )
 
+# mlx-lm 0.32 needs Python 3.11, so the lanes that want it take the oldest that will do.
+OWN_MLX = OWN if OWN != "3.10" else next((v for v in FOUND if v != "3.10"), "3.11")
+
 nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "types", "walls", "unit", "wheel", "mlx"]
@@ -109,10 +104,13 @@ def _neighbour(session: nox.Session, name: str, *installs: tuple[str, ...]) -> P
 
 
 def _mlx_environment(session: nox.Session) -> dict[str, str]:
+    """Return what tests and benchmarks find: the demo model, and OpenBLAS if there is one."""
     preload = openblas.preload_environment()
     if sys.platform == "linux" and not preload:
         session.warn(f"OpenBLAS is not installed: {openblas.COST}")
-    return {**preload, "HF_HUB_OFFLINE": "1"}
+    printed = session.run("python", "-m", "smg_grpc_servicer.demo_model", silent=True)
+    model = str(printed).strip().splitlines()[-1]
+    return {**preload, "HF_HUB_OFFLINE": "1", "SMG_TEST_MODEL": model}
 
 
 def _tool(name: str) -> str:
@@ -155,7 +153,7 @@ def unit(session: nox.Session) -> None:
 def wheel(session: nox.Session) -> None:
     """Build the wheel from the source distribution, look into it, and start what it installs."""
     _install(session, "build", "virtualenv")
-    output = Path(session.create_tmp()) / "dist"
+    output = Path(session.create_tmp()).resolve() / "dist"
     shutil.rmtree(output, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(output), ".", silent=True)
     built = next(output.glob("*.whl"))
@@ -176,12 +174,13 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=FOUND)
 def mlx(session: nox.Session) -> None:
     """MLX, the quick part of its lane, on every supported interpreter that this machine has."""
-    _install(session, "--editable", ".[mlx,demo,test]", *NEWEST_MLX)
+    release = OLDEST_MLX if session.python == "3.10" else NEWEST_MLX
+    _install(session, "--editable", ".[mlx,demo,test]", *release)
     arguments = session.posargs or ["-m", "not slow and not router"]
     session.run("pytest", MLX_LANE, *arguments, env=_mlx_environment(session))
 
 
-@nox.session(name="full-mlx", python=OWN)
+@nox.session(name="full-mlx", python=OWN_MLX)
 @nox.parametrize("release", [NEWEST_MLX, OLDEST_MLX], ids=[NEWEST_MLX[0], OLDEST_MLX[0]])
 def full_mlx(session: nox.Session, release: tuple[str, ...]) -> None:
     """MLX, the whole lane, on both mlx-lm releases and behind the published router."""
@@ -194,14 +193,20 @@ def full_mlx(session: nox.Session, release: tuple[str, ...]) -> None:
     session.run("pytest", MLX_LANE, *session.posargs, env=environment)
 
 
-@nox.session(name="bench-mlx", python=OWN)
+@nox.session(name="bench-mlx", python=OWN_MLX)
 def bench_mlx(session: nox.Session) -> None:
     """Measure this worker against the published one, each in its own environment."""
     _install(session, "--editable", ".[mlx,demo,test]", *NEWEST_MLX)
-    # The published release names dependencies that none of its MLX code needs.
-    published = _neighbour(session, PUBLISHED, PUBLISHED_NEEDS, ("--no-deps", PUBLISHED))
+    # Both workers on the mlx-lm that the published one can import, in one environment.
+    old = _neighbour(session, OLDEST_MLX[0], ("--editable", f"{ROOT}[mlx]", *OLDEST_MLX))
+    published = NEIGHBOURS / PUBLISHED
+    if not published.is_dir():
+        # Its other dependencies are other engines'; this directory goes in front by PYTHONPATH.
+        pip = (str(old / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps")
+        session.run(*pip, "--target", str(published), PUBLISHED, external=True, silent=True)
     environment = {
         **_mlx_environment(session),
-        "SMG_BENCH_PUBLISHED_PYTHON": str(published / "bin" / "python"),
+        "SMG_BENCH_OLD_PYTHON": str(old / "bin" / "python"),
+        "SMG_BENCH_PUBLISHED": str(published),
     }
     session.run("python", "benchmarks/mlx.py", *session.posargs, env=environment)

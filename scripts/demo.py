@@ -71,8 +71,12 @@ def running_worker(model: Path, port: int, log: Path) -> Iterator[subprocess.Pop
         yield worker
     finally:
         if worker.poll() is None:
-            worker.kill()
-            worker.wait()
+            worker.terminate()
+            try:
+                worker.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
 
 
 def wait_until_serving(worker: subprocess.Popen[bytes], port: int) -> bool:
@@ -106,8 +110,8 @@ def ask(port: int, prompt: str) -> int:
 def keep(worker: subprocess.Popen[bytes], port: int) -> None:
     """Serve until Ctrl-C, or until the worker ends by itself."""
     say(f'ask more: {sys.executable} -m smg_grpc_servicer ask {HOST}:{port} "your question"')
-    say("Ctrl-C stops the worker")
     with contextlib.suppress(KeyboardInterrupt):
+        say("Ctrl-C stops the worker")
         worker.wait()
 
 

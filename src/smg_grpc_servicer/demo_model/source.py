@@ -51,7 +51,7 @@ def _download(directory: Path) -> None:
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(directory)]
     command += ["--requirement", str(requirements)]
     if not sys.stderr.isatty():
-        command.append("--quiet")
+        command.append("-qq")
     # The path of the model is the only thing that may stand on stdout.
     result = subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603
     if result.returncode:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
+_CLOSE_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,6 @@ class MlxEngine:
         self._engine: Engine | None = None
         self._loop: StepLoop | None = None
         self._ready: asyncio.Future[LoadedModel] | None = None
-        self._ended: asyncio.Event = asyncio.Event()
         self._dead: asyncio.Future[EngineDead] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._closed = False
@@ -194,10 +194,23 @@ class MlxEngine:
             return
         self._loop.stop()
         self._fail_all(Unavailable("the worker is shutting down"))
-        try:
-            await asyncio.wait_for(self._ended.wait(), _CLOSE_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            logger.warning("the stepping thread is still in a step; it is left behind")
+        # Asked for, not waited on: the thread's last words come before its end, and an
+        # interpreter that exits between the two is aborted by the native code's clean-up.
+        deadline = asyncio.get_running_loop().time() + _CLOSE_TIMEOUT_S
+        while self._loop.alive:
+            if asyncio.get_running_loop().time() > deadline:
+                logger.warning("the stepping thread is still in a step; it is left behind")
+                return
+            await asyncio.sleep(_CLOSE_POLL_S)
+
+    @property
+    def thread_alive(self) -> bool:
+        """Whether the stepping thread runs.
+
+        If it still does after `close`, or after `start` was cancelled, the process should end by
+        `os._exit`: an orderly exit of the interpreter around native code aborts.
+        """
+        return self._loop is not None and self._loop.alive
 
     def on_ready(self, engine: Engine) -> None:
         """Take over what the thread has built."""
@@ -221,7 +234,6 @@ class MlxEngine:
 
     def on_end(self, error: BaseException | None) -> None:
         """Tell a wanted end of the thread from a death."""
-        self._ended.set()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(_start_error(error))
         elif not self._closed:
