@@ -230,12 +230,3 @@ class Batcher:
             logprobs=logprobs,
             finish=finish,
         )
-
-    def close(self) -> None:
-        """Let go of the model's memory."""
-        self._prefix_cache.clear()
-        self._rows.clear()
-        self._waiting.clear()
-        close = getattr(self._generator, "close", None)
-        if close is not None:
-            close()
