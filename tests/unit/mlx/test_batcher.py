@@ -173,7 +173,25 @@ def test_one_request_that_cannot_join_is_alone_in_that(caplog: pytest.LogCapture
 def test_the_coming_step_counts_its_padding() -> None:
     batcher = batcher_of(FakeGenerator())
     assert batcher.coming_prefill_tokens == 0
-    batcher.add("short", request(length=4))
+    batcher.add("short", request(length=5))
     batcher.add("long", request(length=500))
     batcher.admit()
     assert batcher.coming_prefill_tokens == 2 * 10
+
+
+def test_a_long_prompt_does_not_pad_many_short_ones() -> None:
+    generator = FakeGenerator()
+    batcher = batcher_of(generator)
+    batcher.add("long", request(length=500))
+    for number in range(4):
+        batcher.add(f"short {number}", request(length=2))
+    most = 0
+    while batcher.waiting:
+        batcher.admit()
+        assert batcher.running
+        most = max(most, batcher.coming_prefill_tokens)
+        batcher.step()
+        batcher.retire()
+    assert most == 2 * 10
+    assert generator.left[1] > 400, "the short ones waited for the long one"
+    assert len(run(batcher)["long"]) == 3
