@@ -145,20 +145,30 @@ class MlxEngine:
             return None
         tell_loaded()
         prefix_cache = PrefixCache(config.prefix_cache_bytes, generators.settle)
-        batcher = Batcher(
-            self._make_generator(loaded.model, config),
-            prefix_cache,
-            config,
-            generators.prefill_step_size(config),
-            compatibility=generators.probe_compatibility(),
-            snapshots=generators.needs_snapshots(loaded.model),
-        )
-        warm_up(batcher, loaded.facts.vocab_size, should_stop)
+        generator = self._make_generator(loaded.model, config)
+
+        def close() -> None:
+            prefix_cache.clear()
+            generators.close_generator(generator)
+
+        try:
+            batcher = Batcher(
+                generator,
+                prefix_cache,
+                config,
+                generators.prefill_step_size(config),
+                compatibility=generators.probe_compatibility(),
+                snapshots=generators.needs_snapshots(loaded.model),
+            )
+            warm_up(batcher, loaded.facts.vocab_size, should_stop)
+        except BaseException:
+            close()
+            raise
         prefix_cache.clear()
         if should_stop():
-            batcher.close()
+            close()
             return None
-        return Engine(loaded, batcher, prefix_cache)
+        return Engine(loaded, batcher, prefix_cache, close)
 
     def submit(self, engine_id: str, request: MlxRequest, sink: Sink) -> None:
         """Queue a request, whose id no live one has; what it brings is pushed into the sink.

@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the thread builds: the model, and what it is stepped with."""
+    """What the thread builds: the model, what it is stepped with, and how to end that."""
 
     loaded: LoadedModel
     batcher: Batcher
     prefix_cache: PrefixCache
+    close: Callable[[], None]
 
 
 class Listener(Protocol):
@@ -121,7 +122,7 @@ class StepLoop:
         try:
             self._serve(engine.batcher)
         finally:
-            engine.batcher.close()
+            engine.close()
 
     def _serve(self, batcher: Batcher) -> None:
         while True:
