@@ -124,7 +124,9 @@ class MlxEngine:
         def build(should_stop: Callable[[], bool]) -> Engine | None:
             return self._build(should_stop, lambda: loop.call_soon_threadsafe(on_loaded))
 
-        self._loop = StepLoop(build, loop.call_soon_threadsafe, self)
+        self._loop = StepLoop(
+            build, loop.call_soon_threadsafe, self, coalesce_s=self._config.coalesce_s
+        )
         self._loop.start()
         try:
             loaded = await self._ready
