@@ -33,13 +33,14 @@ class Answer:
         return self.end.finish_reason
 
 
-async def answers(call: Call, *, choices: int = 1) -> list[Answer]:
+async def answers(call: Call, *, choices: int = 1, patience: float = PATIENCE) -> list[Answer]:
     """Read a call to its end."""
-    return await asyncio.wait_for(_answers(call, choices), PATIENCE)
+    return await asyncio.wait_for(_answers(call, choices), patience)
 
 
-async def answer(call: Call) -> Answer:
-    (only,) = await answers(call)
+async def answer(call: Call, *, patience: float = PATIENCE) -> Answer:
+    """Read a call with one choice to its end."""
+    (only,) = await answers(call, patience=patience)
     return only
 
 
