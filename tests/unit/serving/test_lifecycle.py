@@ -227,10 +227,13 @@ async def test_when_the_engine_dies_all_get_unavailable_and_the_process_exits_1(
             streams.append(engine.Generate(request(1, text="die")))
             codes = await asyncio.gather(*map(code_of, streams))
             assert codes == [Code.UNAVAILABLE] * 4
+            for stream in streams:
+                assert await stream.details() == "the fake engine was told to die"
             assert (await asyncio.wait_for(watch.read(), 2)).status == NOT_SERVING
             watch.cancel()
         assert worker.wait(10) == 1
         assert "the fake engine was told to die" in worker.output
+        assert "worker is dead (was serving)" in worker.output
 
 
 def test_an_engine_that_dies_while_idle_ends_the_process_too() -> None:
@@ -248,7 +251,9 @@ async def test_an_engine_that_dies_while_draining_exits_1() -> None:
             worker.signal()
             worker.until_logged("draining 1 requests")
             assert await code_of(stream) is Code.UNAVAILABLE
+            assert await stream.details() == "the fake engine was told to die"
         assert worker.wait(10) == 1
+        assert "worker is dead (was draining)" in worker.output
 
 
 # While it lives.
