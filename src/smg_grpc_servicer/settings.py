@@ -105,6 +105,7 @@ class MlxSettings(ServingSettings):
 
     foreign_variables: ClassVar[dict[str, str]] = {
         **ServingSettings.foreign_variables,
+        "MLX_COALESCE_MS": "coalesce_ms",
         "MLX_PREFILL_STEP": "prefill_step_size",
     }
 
@@ -127,6 +128,11 @@ class MlxSettings(ServingSettings):
         ByteSize(1024**3),
         ge=0,
         help="Memory for KV caches kept across requests, in bytes or with a unit; 0 is off.",
+    )
+    coalesce_ms: Annotated[float, AfterValidator(_finite), Field(ge=0, le=1000)] = option(
+        8.0,
+        help="Milliseconds at most that an idle engine waits for more requests to start with the "
+        "first; a lone one waits a quarter of it.",
     )
     max_logprobs: int = option(20, ge=0, le=1000, help="Most alternatives a request may ask for.")
     stall_timeout: PositiveSeconds = option(

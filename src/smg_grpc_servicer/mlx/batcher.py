@@ -101,12 +101,25 @@ class Batcher:
     @property
     def coming_prefill_tokens(self) -> int:
         """Prompt tokens that the next step reads, the padding to the longest included."""
-        chunks = [
-            min(row.unread, self._prefill_step_size)
-            for row in self._rows.values()
-            if row.unread is not None
-        ]
+        chunks = self._chunks()
         return len(chunks) * max(chunks, default=0)
+
+    def _chunks(self) -> list[int]:
+        """Return the prompt tokens that each reading request reads in the next step."""
+        return [
+            min(row.unread, self._prefill_step_size) for row in self._rows.values() if row.unread
+        ]
+
+    def _fits(self, chunks: list[int], request: MlxRequest) -> bool:
+        """Whether a request may read beside others without making the step mostly padding.
+
+        All that read in one step are padded to the longest: seven short prompts beside a long
+        one would cost as much as eight long ones, and everybody waits for that. A short one
+        that may not join now may with the next step.
+        """
+        wanted = [*chunks, min(len(request.prompt_ids), self._prefill_step_size)]
+        padded = len(wanted) * max(wanted)
+        return padded <= max(self._prefill_step_size, 2 * sum(wanted))
 
     def add(self, engine_id: str, request: MlxRequest) -> None:
         """Queue a request."""
@@ -141,22 +154,18 @@ class Batcher:
         waited, and a queued request holds no memory of the prefix cache.
         """
         failed: list[Result] = []
-        prefilling = sum(row.unread is not None for row in self._rows.values())
-        while (
-            self._waiting
-            and prefilling < self._config.prefill_batch_size
-            and len(self._rows) < self._config.completion_batch_size
-        ):
-            engine_id = next(iter(self._waiting))
-            request = self._waiting.pop(engine_id)
+        while self._waiting and len(self._rows) < self._config.completion_batch_size:
+            chunks = self._chunks()
+            engine_id, request = next(iter(self._waiting.items()))
+            if len(chunks) >= self._config.prefill_batch_size or not self._fits(chunks, request):
+                break
+            del self._waiting[engine_id]
             try:
                 self._insert(engine_id, request)
             except Exception:
                 # One request's fault is not the batch's.
                 logger.exception("request %s could not join the batch", engine_id)
                 failed.append((engine_id, SmgError(INTERNAL_MESSAGE)))
-            else:
-                prefilling += 1
         return failed
 
     def _insert(self, engine_id: str, request: MlxRequest) -> None:
@@ -230,12 +239,3 @@ class Batcher:
             logprobs=logprobs,
             finish=finish,
         )
-
-    def close(self) -> None:
-        """Let go of the model's memory."""
-        self._prefix_cache.clear()
-        self._rows.clear()
-        self._waiting.clear()
-        close = getattr(self._generator, "close", None)
-        if close is not None:
-            close()

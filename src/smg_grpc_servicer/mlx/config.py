@@ -22,6 +22,8 @@ class EngineConfig:
         prefill_step_size: prompt tokens of one request in one step; None is 2048 on Metal and
             512 elsewhere, where a larger step would hold back those who decode for seconds.
         prefix_cache_bytes: memory for the prompts of ended requests; 0 turns reuse off.
+        coalesce_s: the longest that an idle engine waits for more requests to start with the
+            first; a lone one waits a quarter of it.
         stall_timeout_s: seconds without a step, work pending, after which the engine is dead;
             the reading of prompts has time of its own on top.
     """
@@ -33,6 +35,7 @@ class EngineConfig:
     completion_batch_size: int = 32
     prefill_step_size: int | None = None
     prefix_cache_bytes: int = 1 << 30
+    coalesce_s: float = 0.008
     stall_timeout_s: float = 120.0
 
 

@@ -124,7 +124,9 @@ class MlxEngine:
         def build(should_stop: Callable[[], bool]) -> Engine | None:
             return self._build(should_stop, lambda: loop.call_soon_threadsafe(on_loaded))
 
-        self._loop = StepLoop(build, loop.call_soon_threadsafe, self)
+        self._loop = StepLoop(
+            build, loop.call_soon_threadsafe, self, coalesce_s=self._config.coalesce_s
+        )
         self._loop.start()
         try:
             loaded = await self._ready
@@ -145,20 +147,30 @@ class MlxEngine:
             return None
         tell_loaded()
         prefix_cache = PrefixCache(config.prefix_cache_bytes, generators.settle)
-        batcher = Batcher(
-            self._make_generator(loaded.model, config),
-            prefix_cache,
-            config,
-            generators.prefill_step_size(config),
-            compatibility=generators.probe_compatibility(),
-            snapshots=generators.needs_snapshots(loaded.model),
-        )
-        warm_up(batcher, loaded.facts.vocab_size, should_stop)
+        generator = self._make_generator(loaded.model, config)
+
+        def close() -> None:
+            prefix_cache.clear()
+            generators.close_generator(generator)
+
+        try:
+            batcher = Batcher(
+                generator,
+                prefix_cache,
+                config,
+                generators.prefill_step_size(config),
+                compatibility=generators.probe_compatibility(),
+                snapshots=generators.needs_snapshots(loaded.model),
+            )
+            warm_up(batcher, loaded.facts.vocab_size, should_stop)
+        except BaseException:
+            close()
+            raise
         prefix_cache.clear()
         if should_stop():
-            batcher.close()
+            close()
             return None
-        return Engine(loaded, batcher, prefix_cache)
+        return Engine(loaded, batcher, prefix_cache, close)
 
     def submit(self, engine_id: str, request: MlxRequest, sink: Sink) -> None:
         """Queue a request, whose id no live one has; what it brings is pushed into the sink.

@@ -111,3 +111,14 @@ def settle(prompt_cache: list[Any]) -> None:
     import mlx.core as mx
 
     mx.async_eval([layer.state for layer in prompt_cache])
+
+
+def close_generator(generator: Any) -> None:
+    """Wait for the step that is computed ahead, then give back what the generator holds.
+
+    A process that exits while mlx computes on a thread of its own may crash.
+    """
+    import mlx.core as mx
+
+    mx.synchronize(mx.default_stream(mx.default_device()))
+    generator.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the thread builds: the model, and what it is stepped with."""
+    """What the thread builds: the model, what it is stepped with, and how to end that."""
 
     loaded: LoadedModel
     batcher: Batcher
     prefix_cache: PrefixCache
+    close: Callable[[], None]
 
 
 class Listener(Protocol):
@@ -48,6 +50,7 @@ class StepLoop:
             give up, and then returns None.
         post: hands a call over to the event loop, e.g. its `call_soon_threadsafe`.
         listener: what to call there.
+        coalesce_s: the longest that an idle thread waits for others to join a first request.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class StepLoop:
         build: Callable[[Callable[[], bool]], Engine | None],
         post: Callable[..., object],
         listener: Listener,
+        coalesce_s: float = 0.0,
     ) -> None:
         self._build = build
         self._post = post
         self._listener = listener
+        self._coalesce_s = coalesce_s
         self._work = threading.Condition()
         self._inbox: list[tuple[str, MlxRequest | None]] = []
         self._stopping = False
@@ -100,10 +105,26 @@ class StepLoop:
         with self._work:
             while wait and not self._inbox and not self._stopping:
                 self._work.wait()
+            if wait:
+                self._gather()
             if self._stopping:
                 return None
             inbox, self._inbox = self._inbox, []
             return inbox
+
+    def _gather(self) -> None:
+        """Let requests that come together start together; called with the lock held.
+
+        Prompts that are read in one step take little longer than one of them alone, and the
+        rest of a burst would otherwise wait for the first one's whole prompt. A quarter of the
+        longest wait without an arrival ends it, so that a lone request hardly waits.
+        """
+        deadline = time.monotonic() + self._coalesce_s
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            before = len(self._inbox)
+            self._work.wait(min(left, self._coalesce_s / 4))
+            if len(self._inbox) == before:
+                return
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -121,7 +142,7 @@ class StepLoop:
         try:
             self._serve(engine.batcher)
         finally:
-            engine.batcher.close()
+            engine.close()
 
     def _serve(self, batcher: Batcher) -> None:
         while True:

@@ -42,6 +42,7 @@ class MlxWorker:
                 completion_batch_size=settings.completion_batch_size,
                 prefill_step_size=settings.prefill_step_size,
                 prefix_cache_bytes=int(settings.prefix_cache_bytes),
+                coalesce_s=settings.coalesce_ms / 1000,
                 stall_timeout_s=settings.stall_timeout,
             )
         )

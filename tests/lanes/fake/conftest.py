@@ -24,7 +24,7 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("tokenizer")
     words = {word: number for number, word in enumerate(["?", "The", "sea", "was", "calm", "."])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))  # noqa: S106 - a word
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps({"vocab_size": 1000}))

@@ -320,6 +320,29 @@ async def test_the_second_turn_reuses_the_first(demo_model: str) -> None:
     await fresh.engine.close()
 
 
+async def test_a_window_that_cannot_be_trimmed_is_reused_as_a_whole(demo_model: str) -> None:
+    from mlx_lm.models.cache import RotatingKVCache
+
+    def windowed(model: Any, config: EngineConfig) -> Any:
+        model.make_cache = lambda: [RotatingKVCache(max_size=64) for _ in model.layers]
+        return make_generator(model, config)
+
+    driver = await started(EngineConfig(demo_model), windowed)
+    fresh = await started(EngineConfig(demo_model, prefix_cache_bytes=0), windowed)
+    prompt = driver.ids(STORY * 8)
+    first = await driver.run(prompt, max_tokens=8)
+    await driver.idle()
+    same = await driver.run(prompt, max_tokens=8)
+    assert same.deltas[-1].cached_tokens == len(prompt) - 1
+    assert same.token_ids == first.token_ids
+    turn = prompt + driver.ids("the sun came up over the water")
+    second = await driver.run(turn, max_tokens=8)
+    assert second.deltas[-1].cached_tokens == len(prompt) - 1
+    assert second.token_ids == (await fresh.run(turn, max_tokens=8)).token_ids
+    await driver.engine.close()
+    await fresh.engine.close()
+
+
 async def test_logprobs_of_chosen_and_best(driver: Driver) -> None:
     prompt = driver.ids(STORY)
     collected = await driver.run(
