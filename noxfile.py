@@ -71,7 +71,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "walls", "unit", "wheel", "mlx"]
+nox.options.sessions = ["lint", "types", "walls", "unit", "core", "wheel", "mlx"]
 
 
 def _install(session: nox.Session, *requirements: str) -> None:
@@ -147,6 +147,13 @@ def unit(session: nox.Session) -> None:
     """Unit tests: no engine, every supported interpreter that this machine has."""
     _install(session, "--editable", ".[test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session(python=OWN)
+def core(session: nox.Session) -> None:
+    """The conformance suite on the serving core alone, over an engine without a model."""
+    _install(session, "--editable", ".[test]")
+    session.run("pytest", "tests/lanes/fake", *(session.posargs or ["-m", "not slow"]))
 
 
 @nox.session(python=OWN)

@@ -21,6 +21,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -45,7 +46,8 @@ EXIT_ENGINE_DEAD = 1
 EXIT_SETTINGS = 2
 EXIT_START = 3
 
-# What streams get to write their last status once their requests have ended.
+# What streams get to write their last status once their requests have ended, and then the last
+# spans to reach their collector.
 _FLUSH_SECONDS = 2.0
 # What an engine gets to free what it holds; after that the process ends anyway.
 _CLOSE_SECONDS = 10.0
@@ -97,10 +99,17 @@ def run(
         try:
             return _run_loop(_serve(settings, factory, engine))
         finally:
-            flush_spans()
+            _flush(flush_spans)
     except StartError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_START
+
+
+def _flush(flush_spans: Callable[[], None]) -> None:
+    """Send the last spans; a collector that is away does not hold the exit."""
+    flushing = threading.Thread(target=flush_spans, name="flush-spans", daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
 
 
 def leave(code: int) -> None:

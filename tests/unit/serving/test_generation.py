@@ -342,6 +342,12 @@ async def test_an_id_is_free_as_soon_as_it_is_aborted_and_stays_its_new_owners(
     assert bench.aborted == [first.engine_id, second.engine_id]
 
 
+async def test_an_id_and_its_place_are_free_as_soon_as_the_engine_refuses_it() -> None:
+    bench = Bench(slots=1, max_queued=0)
+    bench.open("same").fail(SmgError("the engine refuses"))
+    assert bench.open("same").request_id == "same"
+
+
 async def test_empty_ids_are_named_and_do_not_collide(bench: Bench) -> None:
     first, second = bench.open(""), bench.open("")
     assert first.request_id

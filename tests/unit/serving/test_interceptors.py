@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import hmac
+import inspect
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -37,6 +39,7 @@ class Servicer(mlx_engine_pb2_grpc.MlxEngineServicer):
         self.error = error
         self.closed = asyncio.Event()
         self.entered = asyncio.Event()
+        self.generator: Any = None
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
         if self.error is not None:
@@ -55,6 +58,13 @@ class Servicer(mlx_engine_pb2_grpc.MlxEngineServicer):
                 self.closed.set()
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        # Held, so that nothing but a close ends it: the collector is no help.
+        frame = sys._getframe()
+        self.generator = next(
+            thing
+            for thing in gc.get_objects()
+            if inspect.isasyncgen(thing) and thing.ag_frame is frame
+        )
         try:
             yield common_pb2.GetTokenizerChunk(data=b"x")
             self.entered.set()

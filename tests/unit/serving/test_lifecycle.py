@@ -227,10 +227,13 @@ async def test_when_the_engine_dies_all_get_unavailable_and_the_process_exits_1(
             streams.append(engine.Generate(request(1, text="die")))
             codes = await asyncio.gather(*map(code_of, streams))
             assert codes == [Code.UNAVAILABLE] * 4
+            for stream in streams:
+                assert await stream.details() == "the fake engine was told to die"
             assert (await asyncio.wait_for(watch.read(), 2)).status == NOT_SERVING
             watch.cancel()
         assert worker.wait(10) == 1
         assert "the fake engine was told to die" in worker.output
+        assert "worker is dead (was serving)" in worker.output
 
 
 def test_an_engine_that_dies_while_idle_ends_the_process_too() -> None:
@@ -248,7 +251,9 @@ async def test_an_engine_that_dies_while_draining_exits_1() -> None:
             worker.signal()
             worker.until_logged("draining 1 requests")
             assert await code_of(stream) is Code.UNAVAILABLE
+            assert await stream.details() == "the fake engine was told to die"
         assert worker.wait(10) == 1
+        assert "worker is dead (was draining)" in worker.output
 
 
 # While it lives.
@@ -331,3 +336,41 @@ def test_log_lines_are_json_where_that_is_asked_for() -> None:
         assert worker.wait(10) == 0
         records = [json.loads(line) for line in worker.output.splitlines()]
         assert {"time", "level", "logger", "message"} <= records[0].keys()
+
+
+# Spans.
+
+
+async def test_spans_reach_a_collector_with_the_callers_trace() -> None:
+    exported: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def export(request: bytes, context: Any) -> bytes:
+        del context
+        exported.put_nowait(request)
+        return b""
+
+    collector = grpc.aio.server()
+    handlers = {"Export": grpc.unary_unary_rpc_method_handler(export)}
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    collector.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = collector.add_insecure_port("127.0.0.1:0")
+    await collector.start()
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    with Process("--otlp-traces-endpoint", f"http://127.0.0.1:{port}") as worker:
+        await asyncio.to_thread(worker.until_serving)
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+            await read(stubs(channel)[0].Generate(request(2), metadata=metadata))
+            # Exported with the end at the latest.
+            worker.signal()
+            assert await asyncio.to_thread(worker.wait, 10) == 0
+    batches = [exported.get_nowait() for _ in range(exported.qsize())]
+    await collector.stop(None)
+    assert any(bytes.fromhex(trace) in batch for batch in batches)
+    assert any(b"smg-fake" in batch for batch in batches)
+
+
+def test_a_collector_that_is_away_does_not_hold_the_exit() -> None:
+    with Process("--otlp-traces-endpoint", f"http://127.0.0.1:{free_port()}") as worker:
+        worker.until_serving().signal()
+        assert worker.wait(5) == 0
