@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HOST = "127.0.0.1"
-PROMPT = "What is the capital of France? Tell me one thing about it."
+PROMPT = "Explain in two sentences why the sky is blue."
 READY_SECONDS = 180.0
 STOP_SECONDS = 30.0
 LOG_LINES = 30
