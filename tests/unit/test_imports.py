@@ -12,7 +12,7 @@ HEAVY = {"mlx", "mlx_lm", "numpy", "sglang", "tokenspeed", "torch", "transformer
 def loaded_by(*modules: str) -> set[str]:
     """Return the top-level modules in a fresh interpreter after importing these."""
     code = (
-        f"import json, sys; [__import__(name) for name in {modules!r}]; "
+        f"import json, sys; sys.path = {sys.path!r}; [__import__(name) for name in {modules!r}]; "
         "print(json.dumps([name for name in sys.modules if '.' not in name]))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
