@@ -34,7 +34,6 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         # A client may ping every second through a prefill that is silent for ten minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         # A client whose host vanished is found within a minute, and its requests are freed.
