@@ -214,7 +214,7 @@ def _adapter(source: str, target: str) -> None:
     mx.random.seed(1)
     # A fresh adapter has zeros for its second factor, which change nothing.
     weights = {
-        name: mx.random.normal(value.shape) * (0.004 if name.endswith("lora_b") else 0.1)
+        name: mx.random.normal(value.shape) * (0.01 if name.endswith("lora_b") else 0.1)
         for name, value in tree_flatten(model.trainable_parameters())
     }
     Path(target).mkdir()

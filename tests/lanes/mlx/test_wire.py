@@ -62,6 +62,7 @@ async def test_a_top_k_beyond_the_vocabulary_leaves_nothing_out(
         assert found.token_ids == off.token_ids
 
 
+@pytest.mark.slow
 async def test_greedy_is_the_library_s_own_alone_and_among_fifteen_others(
     client: MlxClient, driver: MlxDriver, models: Models
 ) -> None:
