@@ -17,7 +17,25 @@ logger = logging.getLogger(__name__)
 
 _UNLIMITED_CONTEXT = 1 << 20
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapters.safetensors"
+
 _INSTALL = "pip install 'smg-grpc-servicer[mlx]'"
+
+# What config.json calls the most tokens that a model was built for. A family with learned
+# positions reads outside of its table beyond that, so a missed name is worse than a tight one.
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "max_context_length",
+    "model_max_length",
+    "n_ctx",
+    "block_size",
+)
 
 # What the families that mlx-lm knows call their token embedding, commonest first.
 _EMBEDDING_NAMES = (
@@ -82,14 +100,15 @@ def load_model(
     """
     load = _mlx_load()
     path = find_model(model)
-    if adapter_path is not None and not Path(adapter_path).expanduser().is_dir():
-        raise StartError(f"adapter_path {adapter_path!r} is not a directory")
-    adapter = None if adapter_path is None else str(Path(adapter_path).expanduser())
+    adapter = None if adapter_path is None else _find_adapter(adapter_path)
     try:
         network, tokenizer = load(str(path), adapter_path=adapter)[:2]
     except Exception as error:
         logger.debug("loading failed", exc_info=True)
-        raise StartError(f"cannot load the model in {path}: {_one_line(error)}") from error
+        what = path if adapter is None else f"{path} with the adapter in {adapter}"
+        raise StartError(f"cannot load the model in {what}: {_one_line(error)}") from error
+    if adapter is not None:
+        _check_applied(adapter, network)
     return LoadedModel(network, tokenizer, _facts(path, served_name or model, network, tokenizer))
 
 
@@ -131,6 +150,31 @@ def find_model(model: str) -> Path:
     return found
 
 
+def _find_adapter(adapter_path: str) -> str:
+    path = Path(adapter_path).expanduser()
+    if not path.is_dir():
+        raise StartError(f"adapter_path {adapter_path!r} is not a directory")
+    for name in (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
+        if not (path / name).is_file():
+            raise StartError(f"adapter_path {adapter_path!r} is a directory without {name}")
+    return str(path)
+
+
+def _check_applied(adapter: str, network: Any) -> None:
+    """Refuse an adapter that the model has no place for.
+
+    mlx-lm before 0.32 skips such weights without a word, and the base model would answer.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = mx.load(str(Path(adapter) / _ADAPTER_WEIGHTS))
+    unknown = weights.keys() - dict(tree_flatten(network.parameters())).keys()
+    if unknown or not weights:
+        problem = f"the model has no {min(unknown)}" if unknown else "it holds no weights"
+        raise StartError(f"the adapter in {adapter} does not fit the model: {problem}")
+
+
 def _facts(path: Path, served_name: str, network: Any, tokenizer: Any) -> ModelFacts:
     config = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
@@ -149,9 +193,7 @@ def _facts(path: Path, served_name: str, network: Any, tokenizer: Any) -> ModelF
         model_type=str(config.get("model_type") or ""),
         architectures=tuple(str(name) for name in config.get("architectures") or ()),
         vocab_size=rows or 0,
-        max_context_length=(
-            _first_int(config, text, "max_position_embeddings") or _UNLIMITED_CONTEXT
-        ),
+        max_context_length=(_first_int(config, text, *_CONTEXT_NAMES) or _UNLIMITED_CONTEXT),
         eos_token_ids=tuple(sorted(eos)),
         pad_token_id=_special(config, text, tokenizer, "pad_token_id"),
         bos_token_id=_special(config, text, tokenizer, "bos_token_id"),
@@ -194,11 +236,12 @@ def _ids(value: Any) -> Iterable[int]:
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
 
 
-def _first_int(config: dict[str, Any], text: dict[str, Any], key: str) -> int | None:
-    for source in (text, config):
-        value = source.get(key)
-        if isinstance(value, int) and value > 0:
-            return value
+def _first_int(config: dict[str, Any], text: dict[str, Any], *keys: str) -> int | None:
+    for key in keys:
+        for source in (text, config):
+            value = source.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
     return None
 
 

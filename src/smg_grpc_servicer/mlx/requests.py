@@ -48,11 +48,16 @@ def convert(
 def check_has_input(request: pb.GenerateRequest) -> None:
     """Refuse a request without a prompt.
 
+    An empty text is none, whatever the model's tokenizer would put in front of it.
+
     Raises:
-        InvalidRequest: neither `tokenized` nor `text` is set.
+        InvalidRequest: neither `tokenized` nor `text` is set, or the text is empty.
     """
-    if request.WhichOneof("input") is None:
+    kind = request.WhichOneof("input")
+    if kind is None:
         raise InvalidRequest("input", None, "set tokenized or text")
+    if kind == "text" and not request.text:
+        raise InvalidRequest("text", request.text, "must not be empty")
 
 
 def _sampling(params: pb.SamplingParams, vocab_size: int) -> Sampling:

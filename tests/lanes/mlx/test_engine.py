@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.lanes.mlx.library import Reference, references
 
 from smg_grpc_servicer.mlx.config import EngineConfig, MlxRequest
 from smg_grpc_servicer.mlx.engine import MlxEngine
@@ -114,39 +113,13 @@ async def driver(demo_model: str) -> AsyncIterator[Driver]:
     await driver.engine.close()
 
 
-# In a process of its own: what the library leaves running on the main thread is not ours.
-REFERENCE_SCRIPT = """
-import json, os, sys
-import numpy as np
-from mlx_lm import load, stream_generate
-model, tokenizer = load(sys.argv[1])
-ids, gaps = [], []
-prompt = tokenizer.encode(sys.argv[2])
-for response in stream_generate(model, tokenizer, prompt, max_tokens=32):
-    ids.append(response.token)
-    best = np.sort(np.array(response.logprobs, dtype=np.float32))[-2:]
-    gaps.append(float(best[1] - best[0]))
-print(json.dumps([ids, gaps]), flush=True)
-os._exit(0)
-"""
-
-
 @pytest.fixture(scope="session")
-def reference(demo_model: str) -> tuple[list[int], list[float]]:
-    """32 greedy ids by the library's own loop, and how far the second best was at each."""
-    command = [sys.executable, "-c", REFERENCE_SCRIPT, demo_model, STORY]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    ids, gaps = json.loads(done.stdout.splitlines()[-1])
-    return ids, gaps
+def reference(demo_model: str) -> Reference:
+    from tokenizers import Tokenizer
 
-
-def assert_same_but_for_ties(actual: list[int], ids: list[int], gaps: list[float]) -> None:
-    for place, (mine, theirs) in enumerate(zip(actual, ids, strict=False)):
-        if mine != theirs:
-            # After one tie taken the other way the two outputs have nothing to do with another.
-            assert gaps[place] < 1e-3, f"token {place}: {mine} is not {theirs}"
-            return
-    assert len(actual) == len(ids)
+    tokenizer = Tokenizer.from_file(str(Path(demo_model) / "tokenizer.json"))
+    (reference,) = references(Path(demo_model), [tokenizer.encode(STORY).ids], 32)
+    return reference
 
 
 async def test_facts_of_the_model(driver: Driver, demo_model: str) -> None:
@@ -159,27 +132,21 @@ async def test_facts_of_the_model(driver: Driver, demo_model: str) -> None:
     assert 2 in facts.eos_token_ids
 
 
-async def test_greedy_alone_is_the_library_s_own(
-    driver: Driver, reference: tuple[list[int], list[float]]
-) -> None:
+async def test_greedy_alone_is_the_library_s_own(driver: Driver, reference: Reference) -> None:
     prompt = driver.ids(STORY)
-    ids, gaps = reference
     collected = await driver.run(
         prompt, max_tokens=32, stop=frozenset(driver.loaded.facts.eos_token_ids)
     )
-    assert_same_but_for_ties(collected.token_ids, ids, gaps)
+    reference.check(collected.token_ids)
     last = collected.deltas[-1]
     assert last.prompt_tokens == len(prompt)
-    assert last.completion_tokens == len(ids)
+    assert last.completion_tokens == len(reference.ids)
     assert last.finish is not None
     assert (last.finish.reason, last.finish.matched) == ("length", None)
 
 
-async def test_greedy_in_company_is_the_same(
-    driver: Driver, reference: tuple[list[int], list[float]]
-) -> None:
+async def test_greedy_in_company_is_the_same(driver: Driver, reference: Reference) -> None:
     prompt = driver.ids(STORY)
-    ids, gaps = reference
     _, watched = driver.submit(prompt, max_tokens=32)
     others = [
         driver.submit(driver.ids(f"{n} is a number that"), max_tokens=4 + n)[1] for n in range(7)
@@ -193,8 +160,8 @@ async def test_greedy_in_company_is_the_same(
     late = driver.submit(prompt, max_tokens=32)[1]
     for other in others:
         await other.finished()
-    assert_same_but_for_ties((await watched.finished()).token_ids, ids, gaps)
-    assert_same_but_for_ties((await late.finished()).token_ids, ids, gaps)
+    reference.check((await watched.finished()).token_ids)
+    reference.check((await late.finished()).token_ids)
     await driver.idle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,12 @@ from tests.conformance.driver import Params
 from tests.conformance.reading import answer, begun, failure, idle
 from tests.conformance.suite.ends import LONG, end_of
 from tests.lanes.mlx.driver import PROMPTS
+from tests.lanes.mlx.library import references
 from tests.lanes.mlx.wire import sampling
 
 if TYPE_CHECKING:
     from tests.conformance.fixtures import Connect
+    from tests.lanes.mlx.conftest import Models
     from tests.lanes.mlx.driver import MlxDriver
     from tests.lanes.mlx.wire import MlxClient
     from tests.support.processes import Process
@@ -59,15 +62,40 @@ async def test_a_top_k_beyond_the_vocabulary_leaves_nothing_out(
         assert found.token_ids == off.token_ids
 
 
+@pytest.mark.slow
+async def test_greedy_is_the_library_s_own_alone_and_among_fifteen_others(
+    client: MlxClient, driver: MlxDriver, models: Models
+) -> None:
+    prompt, params = driver.facts.prompts[0], Params(max_tokens=32)
+    (expected,) = references(models.demo, [prompt], 32)
+    assert len(expected.ids) == 32
+    expected.check((await answer(client.generate(prompt, params))).token_ids)
+    others = []
+    for n in range(15):
+        company = driver.facts.prompts[n % 4][n % 3 :] * (1 + n % 3)
+        sampled = {} if n % 2 else {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5}
+        others.append(client.generate(company, Params(max_tokens=4 + 2 * n, **sampled)))
+    watched, *rest = await asyncio.gather(
+        answer(client.generate(prompt, params)), *map(answer, others)
+    )
+    expected.check(watched.token_ids)
+    assert [len(other.token_ids) for other in rest] == [4 + 2 * n for n in range(15)]
+
+
 async def test_a_prompt_that_was_just_read_is_not_read_again(
     client: MlxClient, driver: MlxDriver
 ) -> None:
-    prompt = [*driver.facts.prompts[2]] * 8
+    prompt = [*driver.facts.prompts[2], *driver.facts.prompts[3]] * 20
+    prompt = prompt[-400:]
+    assert len(prompt) == 400
     first = await answer(client.generate(prompt, Params()))
     second = await answer(client.generate(prompt, Params()))
-    assert second.end.cached_tokens >= len(prompt) // 2
-    assert second.end.cached_tokens < len(prompt)
+    assert first.end.cached_tokens < 100
+    assert 384 <= second.end.cached_tokens < 400
     assert second.token_ids == first.token_ids
+    turn = [*prompt, *first.token_ids, *driver.facts.prompts[1]]
+    third = await answer(client.generate(turn, Params()))
+    assert third.end.cached_tokens >= 400
 
 
 async def test_one_abort_ends_many_requests_and_no_others(

@@ -129,3 +129,9 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
 def test_a_request_without_input_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="tokenized or text"):
         requests.check_has_input(pb.GenerateRequest())
+
+
+def test_an_empty_text_is_no_prompt_even_where_a_tokenizer_would_begin_it() -> None:
+    with pytest.raises(InvalidRequest, match="text"):
+        requests.check_has_input(pb.GenerateRequest(text=""))
+    requests.check_has_input(pb.GenerateRequest(text=" "))
