@@ -3,7 +3,8 @@
 All contenders stay up for the whole run and are measured in turn, one round after the other,
 so that a machine whose speed drifts drifts for all of them. Prompts are new in every round: no
 prefix cache helps. Decoding is greedy, with a fixed number of tokens. CPU is the server
-process's own, user and system, divided by the tokens it generated; prefill is in it.
+process's own, user and system, divided by the tokens it generated; prefill is in it. OpenBLAS
+has one thread: a second one spins while it waits, and its spinning would be counted.
 
 The second table is the second turn of a chat over a long prefix: time to the first token of the
 second turn against that of the first.
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 READY_SECONDS = 180.0
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 _TICKS = os.sysconf("SC_CLK_TCK")
 # "Hello, my name is" in the demo model's tokens.
 _GREETING = [19556, 28, 957, 1462, 314]
@@ -225,7 +227,7 @@ def process(command: list[str], log: Path, **environment: str) -> Iterator[subpr
     """Run a server for as long as the block lasts."""
     with log.open("wb") as output:
         child = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **environment}
+            command, stdout=output, stderr=output, env={**os.environ, **_ONE_THREAD, **environment}
         )
         try:
             yield child
@@ -286,6 +288,7 @@ async def contenders(model: Path, tokenizer: Any, logs: Path) -> AsyncIterator[l
             *(sys.executable, __file__, "--bare", str(model)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **_ONE_THREAD},
         )
         stack.callback(_kill, bare)
         assert bare.stdout is not None

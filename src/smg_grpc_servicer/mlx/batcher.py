@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smg_grpc_servicer.mlx.generator import Compatibility
+from smg_grpc_servicer.mlx.alignment import RowFunctions
 from smg_grpc_servicer.mlx.logprobs import token_logprobs
 from smg_grpc_servicer.mlx.sampling import RawLogits, make_logits_processors, make_sampler
 from smg_grpc_servicer.serving.deltas import LENGTH, STOP, Delta, Finish
@@ -17,6 +17,7 @@ from smg_wire.errors import INTERNAL_MESSAGE, SmgError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from smg_grpc_servicer.mlx.alignment import Align
     from smg_grpc_servicer.mlx.config import EngineConfig, MlxRequest
     from smg_grpc_servicer.mlx.prefix_cache import PrefixCache
 
@@ -39,6 +40,7 @@ class _Row:
     # generation. None once the generator has moved the request on to generation.
     unread: int | None
     raw: RawLogits | None
+    functions: RowFunctions
     generated: int = 0
 
 
@@ -57,7 +59,7 @@ class Batcher:
         config: EngineConfig,
         prefill_step_size: int,
         *,
-        compatibility: Compatibility | None = None,
+        align: Align | None = None,
         snapshots: bool = False,
     ) -> None:
         """Take over a generator.
@@ -67,7 +69,8 @@ class Batcher:
             prefix_cache: where the state of ended requests goes.
             config: for the sizes of the batches.
             prefill_step_size: prompt tokens of one request in one step.
-            compatibility: what this release of mlx-lm needs to be told.
+            align: what keeps rows and their functions together, if this release of mlx-lm does
+                not do so itself.
             snapshots: whether the model's caches may not be trimmable, so that the state at the
                 end of a prompt must be kept by itself to be of use to the next turn.
         """
@@ -75,7 +78,7 @@ class Batcher:
         self._prefix_cache = prefix_cache
         self._config = config
         self._prefill_step_size = prefill_step_size
-        self._compatibility = compatibility or Compatibility()
+        self._align = align
         self._snapshots = snapshots
         self._waiting: dict[str, MlxRequest] = {}
         self._rows: dict[int, _Row] = {}
@@ -170,22 +173,22 @@ class Batcher:
 
     def _insert(self, engine_id: str, request: MlxRequest) -> None:
         cache, cached = self._prefix_cache.lookup(request.prompt_ids)
-        sampler = make_sampler(request.sampling)
         processors = make_logits_processors(request.sampling, request.prompt_ids)
         raw = None
         if processors and request.logprobs is not None:
             raw = RawLogits()
             processors.insert(0, raw)
+        functions = RowFunctions(make_sampler(request.sampling), processors)
         (uid,) = self._generator.insert(
             [request.prompt_ids[cached:]],
             max_tokens=[sys.maxsize],
             caches=[cache],
             all_tokens=[request.prompt_ids[:cached]],
-            samplers=[self._compatibility.sampler(sampler)],
-            logits_processors=[self._compatibility.processors(processors)],
+            samplers=[functions.sampler],
+            logits_processors=[functions.processors],
         )
         unread = len(request.prompt_ids) - cached - 1
-        self._rows[uid] = _Row(engine_id, request, cached, unread, raw)
+        self._rows[uid] = _Row(engine_id, request, cached, unread, raw, functions)
         self._uids[engine_id] = uid
 
     def step(self) -> list[Result]:
@@ -195,6 +198,9 @@ class Batcher:
         """
         prefill_tokens = self.coming_prefill_tokens
         began = time.perf_counter()
+        if self._align is not None:
+            rows = {uid: row.functions for uid, row in self._rows.items()}
+            self._align(self._generator, rows)
         progress, responses = self._generator.next()
         if prefill_tokens >= _MEASURABLE_TOKENS:
             self.seconds_per_token = (time.perf_counter() - began) / prefill_tokens

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smg_grpc_servicer.mlx import generator as generators
+from smg_grpc_servicer.mlx.alignment import probe_alignment
 from smg_grpc_servicer.mlx.batcher import Batcher
 from smg_grpc_servicer.mlx.loop import Engine, StepLoop
 from smg_grpc_servicer.mlx.model import LoadedModel, load_model
@@ -159,7 +160,7 @@ class MlxEngine:
                 prefix_cache,
                 config,
                 generators.prefill_step_size(config),
-                compatibility=generators.probe_compatibility(),
+                align=probe_alignment(),
                 snapshots=generators.needs_snapshots(loaded.model),
             )
             warm_up(batcher, loaded.facts.vocab_size, should_stop)

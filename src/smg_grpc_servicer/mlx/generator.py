@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from smg_grpc_servicer.mlx.sampling import greedy
 
 if TYPE_CHECKING:
     from smg_grpc_servicer.mlx.config import EngineConfig
-    from smg_grpc_servicer.mlx.sampling import LogitsProcessor, Sampler
 
 _METAL_PREFILL_STEP = 2048
 _CPU_PREFILL_STEP = 512
 
 # Freed buffers that mlx may keep for itself. Without a limit it keeps as much as it ever used.
 _ALLOCATOR_CACHE_BYTES = 256 << 20
-
-
-class _NoProcessors(list[Any]):
-    """Empty, and true: see `Compatibility`."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Compatibility:
-    """How to say "greedy" and "no processors" to the batch generator of this release.
-
-    mlx-lm before 0.32 takes a batch in which no row has a sampler (or a processor) for one that
-    has no list of them: the list is not cut when rows leave it, or is filled with None. A row
-    that joins later is then sampled by another row's function, or fails. Telling it a function
-    for every row avoids that; 0.32 fills in a function for each row itself and, where all rows
-    have the same, calls it once for the whole batch.
-
-    Args:
-        explicit: whether every row must name its sampler and a list that counts as true.
-    """
-
-    explicit: bool = False
-
-    def sampler(self, sampler: Sampler | None) -> Sampler | None:
-        """Return what to hand over for a sampler, None being greedy."""
-        return greedy if sampler is None and self.explicit else sampler
-
-    def processors(self, processors: list[LogitsProcessor]) -> list[LogitsProcessor]:
-        """Return what to hand over for a list of processors."""
-        return processors or (_NoProcessors() if self.explicit else processors)
-
-
-def probe_compatibility() -> Compatibility:
-    """Look at the installed mlx-lm."""
-    from mlx_lm import generate
-
-    return Compatibility(explicit=not hasattr(generate, "_normalize_samplers"))
 
 
 def prefill_step_size(config: EngineConfig) -> int:
