@@ -78,6 +78,22 @@ class TestLife:
             assert (await failure(end_of(call))).code() is Code.UNAVAILABLE
             assert await asyncio.to_thread(worker.wait, 20) == 0
 
+    @pytest.mark.slow
+    async def test_a_drain_lasts_for_as_long_as_its_streams_need(
+        self, driver: Driver, connect: Connect, facts: Facts
+    ) -> None:
+        with start(driver, "--drain-timeout", "300") as worker:
+            worker.until_serving(driver.boot_seconds)
+            client = connect(worker)
+            calls = [client.generate(prompt, Params(max_tokens=400)) for prompt in facts.prompts]
+            for call in calls:
+                await begun(call)
+            worker.signal()
+            for call in calls:
+                end = await asyncio.wait_for(end_of(call), 280)
+                assert (end.finish_reason, end.completion_tokens) == ("length", 400)
+            assert await asyncio.to_thread(worker.wait, 20) == 0
+
     def test_sigterm_while_it_starts_exits_0_promptly(self, driver: Driver) -> None:
         with start(driver) as worker:
             _listening(worker, driver)
