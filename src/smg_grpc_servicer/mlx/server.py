@@ -26,7 +26,12 @@ def _worker(settings: MlxSettings, health: Health, metrics: WorkerMetrics) -> Ml
     skew = problem("mlx")
     if skew is not None:
         raise StartError(skew)
-    from smg_grpc_servicer.mlx.worker import MlxWorker
+    try:
+        from smg_grpc_servicer.mlx.worker import MlxWorker
+    except ImportError as error:
+        raise StartError(
+            f"the MLX worker cannot be imported ({error}): pip install 'smg-grpc-servicer[mlx]'"
+        ) from error
 
     return MlxWorker(settings, health, metrics)
 
