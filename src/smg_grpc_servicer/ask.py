@@ -13,11 +13,11 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pydantic import SecretStr
+from pydantic import AfterValidator, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg
 from smg_grpc_proto.generated import common_pb2
 
@@ -31,14 +31,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+# The narrowest field that one of the engines' protos has for it.
+_MOST_TOKENS = 2**31 - 1
+
+
+def _encodable(text: str) -> str:
+    # Bytes of a command line that are no UTF-8 arrive as surrogates, which no message can carry.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be valid UTF-8") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class AskSettings(Settings):
     """Ask a running worker, whatever its engine, and stream its answer."""
 
     target: CliPositionalArg[str] = option(help="The worker's address, HOST:PORT.")
-    prompt: CliPositionalArg[str] = option(help="What to ask.")
-    system: str | None = option(None, help="A system message before the prompt.")
+    prompt: CliPositionalArg[Text] = option(help="What to ask.")
+    system: Text | None = option(None, help="A system message before the prompt.")
     raw: bool = option(False, help="Send the prompt as it is, without the chat template.")
-    max_tokens: int = option(256, ge=1, help="Most tokens to generate.")
+    max_tokens: int = option(256, ge=1, le=_MOST_TOKENS, help="Most tokens to generate.")
     temperature: float = option(0.0, ge=0, help="Sampling temperature; 0 is greedy.")
     api_key: SecretStr | None = option(None, help="The worker's API key.")
     ssl_ca_certs: ExistingFile | None = option(
@@ -47,6 +63,15 @@ class AskSettings(Settings):
     ssl_certfile: ExistingFile | None = option(None, help="Client certificate, for mutual TLS.")
     ssl_keyfile: ExistingFile | None = option(None, help="Private key of --ssl-certfile.")
     timeout: PositiveSeconds = option(120.0, help="Seconds that the answer may take.")
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> AskSettings:
+        # Left out in silence, prompt and key would travel in the clear.
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile go together")
+        if self.ssl_certfile is not None and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-certfile and --ssl-keyfile need --ssl-ca-certs")
+        return self
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,7 @@ class Asker:
         """Return the engine whose service the worker has.
 
         Raises:
-            Unavailable: it has one, and does not serve now.
+            Unavailable: it has one, and does not serve now; or nothing answers there.
             FailedPrecondition: it has none that is known here.
         """
         health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -109,6 +134,11 @@ class Asker:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     continue
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise Unavailable(
+                        f"nothing answers at {self._settings.target} within "
+                        f"{_CONNECT_SECONDS:g} s: is a worker there, with TLS as asked for?"
+                    ) from error
                 raise
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 raise Unavailable(f"{engine.service} is there, but not serving now")
@@ -166,15 +196,17 @@ def _channel(settings: AskSettings) -> grpc.Channel:
     return grpc.secure_channel(settings.target, credentials, options)
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def _load_tokenizer(directory: Path) -> tuple[Any, Any]:
+    """Return the tokenizer, and what turns a stream of its ids into text."""
     try:
         from tokenizers import Tokenizer
+        from tokenizers.decoders import DecodeStream
     except ImportError as error:
         raise FailedPrecondition("ask needs tokenizers: pip install tokenizers jinja2") from error
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise FailedPrecondition("the worker's tokenizer has no tokenizer.json, which ask reads")
-    return Tokenizer.from_file(str(file))
+    return Tokenizer.from_file(str(file)), DecodeStream(skip_special_tokens=True)
 
 
 def _prompt(settings: AskSettings, directory: Path) -> str:
@@ -188,18 +220,15 @@ def _prompt(settings: AskSettings, directory: Path) -> str:
 
 def ask(settings: AskSettings) -> None:
     """Ask once and print the answer to standard output, the figures to standard error."""
-    from tokenizers.decoders import DecodeStream
-
     asker = Asker(settings)
     try:
         engine = asker.detect()
         with tempfile.TemporaryDirectory(prefix="smg-ask-") as name:
             directory = Path(name)
             asker.fetch_tokenizer(engine, directory)
-            tokenizer = _load_tokenizer(directory)
+            tokenizer, stream = _load_tokenizer(directory)
             text = _prompt(settings, directory)
         ids = tokenizer.encode(text, add_special_tokens=settings.raw).ids
-        stream = DecodeStream(skip_special_tokens=True)
         began, first, count = time.monotonic(), 0.0, 0
         for new in asker.generate(engine, text, ids):
             first = first or time.monotonic()
