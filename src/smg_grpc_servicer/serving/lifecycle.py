@@ -88,6 +88,7 @@ def run(
     argv: Sequence[str],
 ) -> int:
     """Run a worker's whole life; return the exit code. Prints one line for what stops a start."""
+    _open_closed_streams()
     try:
         settings = load(settings_class, argv, prog=f"python -m smg_grpc_servicer.{engine}")
     except SettingsError as error:
@@ -103,6 +104,23 @@ def run(
     except StartError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_START
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where a supervisor closed standard input, output or error.
+
+    Else the next socket gets the number, and with it what is meant for the stream; the event
+    loop's library aborts the process when it has to close one with such a number.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is given out: this one, as those below it are open by now.
+            # Programs that the engine runs, such as a compiler, inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _flush(flush_spans: Callable[[], None]) -> None:

@@ -2,18 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
-from tests.support.processes import Process, free_port, scrape
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.processes import FAKE, Process, free_port, scrape
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING = 1, 2
@@ -374,3 +373,19 @@ def test_a_collector_that_is_away_does_not_hold_the_exit() -> None:
     with Process("--otlp-traces-endpoint", f"http://127.0.0.1:{free_port()}") as worker:
         worker.until_serving().signal()
         assert worker.wait(5) == 0
+
+
+# What a supervisor leaves open.
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_worker_whose_standard_streams_are_closed_serves_and_ends_in_order(closed: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *FAKE]
+    with Process(command=command) as worker:
+        worker.until_serving()
+        if sys.platform == "linux":
+            for number in range(3):
+                opened = Path(f"/proc/{worker.process.pid}/fd/{number}").readlink()
+                assert opened.is_absolute(), f"{number} is {opened}"
+        worker.signal()
+        assert worker.wait() == 0
