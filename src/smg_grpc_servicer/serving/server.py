@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -79,9 +80,8 @@ def bind(server: grpc.aio.Server, settings: ServingSettings) -> int:
         else:
             port = server.add_secure_port(address, _credentials(settings))
     except RuntimeError as error:
-        raise StartError(
-            f"cannot listen on {address}: is the port in use, and the address this machine's?"
-        ) from error
+        reason = _tls_problem(settings) or "is the port in use, and the address this machine's?"
+        raise StartError(f"cannot listen on {address}: {reason}") from error
     if port == 0:
         raise StartError(f"cannot listen on {address}")
     return port
@@ -99,6 +99,28 @@ def _credentials(settings: ServingSettings) -> grpc.ServerCredentials:
         )
     except OSError as error:
         raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _tls_problem(settings: ServingSettings) -> str | None:
+    """Return which TLS file is wrong, which gRPC does not say, or None."""
+    certificate, key, clients = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a passphrase given here OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError:
+        return (
+            f"--ssl-certfile {certificate} and --ssl-keyfile {key} must be a certificate in PEM "
+            "and the key that belongs to it, without a passphrase"
+        )
+    if clients is not None:
+        try:
+            context.load_verify_locations(clients)
+        except OSError:
+            return f"--ssl-ca-certs {clients} must hold certificates in PEM"
+    return None
 
 
 def start_metrics(settings: ServingSettings, metrics: WorkerMetrics) -> Callable[[], None]:

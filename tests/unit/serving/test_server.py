@@ -234,8 +234,21 @@ async def test_a_key_of_another_certificate_is_refused(bench: Bench, tmp_path: P
     certificate, _ = authority.issue("worker")
     _, key = authority.issue("another")
     paths = write_pair(tmp_path, (certificate, key))
-    with pytest.raises(StartError):
+    with pytest.raises(StartError, match=r"--ssl-keyfile .*key\.pem must be .* belongs to it"):
         _bound(bench, port=0, ssl_certfile=paths[0], ssl_keyfile=paths[1])
+
+
+@pytest.mark.parametrize("wrong", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+async def test_a_file_that_is_no_pem_is_named(bench: Bench, tmp_path: Path, wrong: str) -> None:
+    authority = Authority("ours")
+    certificate, key = write_pair(tmp_path, authority.issue("worker"))
+    bundle = tmp_path / "ca.pem"
+    bundle.write_bytes(authority.pem)
+    files = {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": str(bundle)}
+    files[wrong] = str(tmp_path / "wrong.txt")
+    (tmp_path / "wrong.txt").write_text("not PEM")
+    with pytest.raises(StartError, match=rf"--{wrong.replace('_', '-')} \S*wrong\.txt"):
+        _bound(bench, port=0, **files)
 
 
 async def test_a_file_that_vanished_since_the_settings_is_named(
