@@ -30,6 +30,8 @@ _logger = logging.getLogger(__name__)
 # Probes carry no key, and nothing here is worth a line a second in the log.
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
+_UNPARSABLE = "the request does not parse"
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Any
 
@@ -87,6 +89,9 @@ class Guard:
                 # By the client, or inside: then it would hang without a status. The context
                 # does not tell which, but a client that has gone takes no status.
                 await self._abort(method, context, Unavailable("the request was cancelled here"))
+            except DecodeError:
+                # A stream of requests is parsed as its handler reads it.
+                await self._abort(method, context, MalformedMessage(_UNPARSABLE))
             except Exception as error:
                 await self._abort(method, context, error)
             else:
@@ -125,7 +130,7 @@ class Guard:
 
 def _require_parsed(request: Any) -> None:
     if isinstance(request, _Malformed):
-        raise MalformedMessage("the request does not parse") from request.error
+        raise MalformedMessage(_UNPARSABLE) from request.error
 
 
 def _written(behavior: Callable[[Any, Context], AsyncIterator[Any]]) -> Behavior:
@@ -198,7 +203,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                 wrap(method, handler.unary_stream, streams=True), parse, serialize
             )
         if handler.stream_stream is not None:
-            # Only reflection: what it takes is not parsed until its handler iterates.
+            # Only reflection: what it takes is parsed while its handler iterates.
             return grpc.stream_stream_rpc_method_handler(
                 wrap(method, handler.stream_stream, streams=True),
                 handler.request_deserializer,

@@ -320,6 +320,20 @@ async def test_reflection_needs_the_key_as_everything_else(bench: Bench) -> None
     assert {SERVICE, "grpc.health.v1.Health"} < names
 
 
+async def test_reflection_refuses_what_does_not_parse_without_a_traceback_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await serve(bench, Servicer())
+    call = bench.channel().stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(iter([b"\xff" * 10])).read()
+    assert caught.value.code() is Code.INVALID_ARGUMENT
+    assert "does not parse" in (caught.value.details() or "")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_reflection_can_be_turned_off(bench: Bench) -> None:
     await serve(bench, Servicer(), reflection=False)
     stub = reflection_pb2_grpc.ServerReflectionStub(bench.channel())
