@@ -173,9 +173,9 @@ def convert(request: pb.GenerateRequest) -> FakeRequest:
     if request.WhichOneof("input") is None:
         raise InvalidRequest("input", None, "set tokenized or text")
     fault = request.text
-    ids = [1] if fault else list(request.tokenized.input_ids)
+    asked = [1] if fault else request.tokenized.input_ids
     params, name = request.sampling_params, "sampling_params.{}".format
-    checks.prompt_ids("tokenized.input_ids", ids, vocab_size=VOCABULARY, context=CONTEXT)
+    ids = checks.prompt_ids("tokenized.input_ids", asked, vocab_size=VOCABULARY, context=CONTEXT)
     temperature = params.temperature if params.HasField("temperature") else 1.0
     checks.number(name("temperature"), temperature, 0.0, math.inf)
     checks.top_p(name("top_p"), params.top_p)
@@ -184,8 +184,9 @@ def convert(request: pb.GenerateRequest) -> FakeRequest:
     checks.penalty(name("frequency_penalty"), params.frequency_penalty)
     checks.penalty(name("presence_penalty"), params.presence_penalty)
     checks.logit_bias(name("logit_bias"), params.logit_bias, vocab_size=VOCABULARY)
-    stops = params.stop_token_ids
-    checks.token_ids(name("stop_token_ids"), stops, vocab_size=VOCABULARY)
+    stops = checks.stop_token_ids(
+        name("stop_token_ids"), params.stop_token_ids, vocab_size=VOCABULARY
+    )
     if params.HasField("seed"):
         checks.integer(name("seed"), params.seed, 0)
     if params.HasField("logprobs"):

@@ -11,6 +11,8 @@ from smg_grpc_servicer.serving import checks
 from smg_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 
     from smg_grpc_servicer.mlx.model import ModelFacts
@@ -20,7 +22,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def convert(
-    request: pb.GenerateRequest, prompt_ids: list[int], facts: ModelFacts, *, max_logprobs: int
+    request: pb.GenerateRequest, prompt_ids: Sequence[int], facts: ModelFacts, *, max_logprobs: int
 ) -> MlxRequest:
     """Return the checked request; `prompt_ids` are the message's own, or its text's.
 
@@ -29,15 +31,15 @@ def convert(
     """
     vocab_size, context = facts.vocab_size, facts.max_context_length
     field = "text" if request.WhichOneof("input") == "text" else "tokenized.input_ids"
-    checks.prompt_ids(field, prompt_ids, vocab_size=vocab_size, context=context)
+    prompt = checks.prompt_ids(field, prompt_ids, vocab_size=vocab_size, context=context)
     params = request.sampling_params
     return MlxRequest(
-        prompt_ids=prompt_ids,
+        prompt_ids=prompt,
         sampling=_sampling(params, vocab_size),
         max_tokens=checks.max_tokens(
             "sampling_params.max_tokens",
             params.max_tokens if params.HasField("max_tokens") else None,
-            prompt_tokens=len(prompt_ids),
+            prompt_tokens=len(prompt),
             context=context,
         ),
         stop_token_ids=_stop_token_ids(params, facts),
@@ -86,9 +88,10 @@ def _sampling(params: pb.SamplingParams, vocab_size: int) -> Sampling:
 
 
 def _stop_token_ids(params: pb.SamplingParams, facts: ModelFacts) -> frozenset[int]:
-    stops = params.stop_token_ids
-    checks.token_ids("sampling_params.stop_token_ids", stops, vocab_size=facts.vocab_size)
-    return frozenset(stops) | frozenset(() if params.ignore_eos else facts.eos_token_ids)
+    stops = checks.stop_token_ids(
+        "sampling_params.stop_token_ids", params.stop_token_ids, vocab_size=facts.vocab_size
+    )
+    return stops if params.ignore_eos else stops.union(facts.eos_token_ids)
 
 
 def _logprobs(params: pb.SamplingParams, most: int) -> int | None:

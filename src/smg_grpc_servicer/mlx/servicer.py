@@ -15,7 +15,7 @@ from smg_grpc_servicer.serving.health import State
 from smg_wire import tokenizer_bundle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     import grpc
 
@@ -53,9 +53,9 @@ class MlxServicer(mlx_engine_pb2_grpc.MlxEngineServicer):
         facts, text = self._loaded()
         requests.check_has_input(request)
         if request.WhichOneof("input") == "text":
-            prompt_ids = await text.encode(request.text)
+            prompt_ids: Sequence[int] = await text.encode(request.text)
         else:
-            prompt_ids = list(request.tokenized.input_ids)
+            prompt_ids = request.tokenized.input_ids
         plan = requests.convert(request, prompt_ids, facts, max_logprobs=self._max_logprobs)
         async with self._generations.open(request.request_id) as generation:
             self._engine.submit(generation.engine_id, plan, generation)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from smg_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 DEFAULT_TEMPERATURE = 1.0
 # OpenAI's bounds; a bias of 100 bans or forces a token.
@@ -64,8 +64,10 @@ def penalty(field: str, value: float) -> float:
     return number(field, value, -MAX_PENALTY, MAX_PENALTY)
 
 
-def prompt_ids(field: str, ids: list[int], *, vocab_size: int, context: int) -> list[int]:
-    """Return the prompt if it fits the model.
+def prompt_ids(field: str, ids: Sequence[int], *, vocab_size: int, context: int) -> list[int]:
+    """Return the prompt as a list if it fits the model.
+
+    Give it the message's own field: a list of what is too long takes ten times its memory.
 
     Raises:
         InvalidRequest: it is empty, leaves no room to generate, or holds an id that the
@@ -80,7 +82,7 @@ def prompt_ids(field: str, ids: list[int], *, vocab_size: int, context: int) -> 
             f"must be shorter than the context of {context} tokens",
         )
     token_ids(field, ids, vocab_size=vocab_size)
-    return ids
+    return list(ids)
 
 
 def token_ids(field: str, ids: Iterable[int], *, vocab_size: int) -> None:
@@ -94,6 +96,21 @@ def token_ids(field: str, ids: Iterable[int], *, vocab_size: int) -> None:
             raise InvalidRequest(
                 f"{field}[{place}]", token_id, f"must be in [0, {vocab_size - 1}], the vocabulary"
             )
+
+
+def stop_token_ids(field: str, ids: Sequence[int], *, vocab_size: int) -> frozenset[int]:
+    """Return the ids that end an output.
+
+    Raises:
+        InvalidRequest: an id is outside the vocabulary, or there are more than it has: reading
+            what a message can hold would keep everybody else waiting for seconds.
+    """
+    if len(ids) > vocab_size:
+        raise InvalidRequest(
+            field, f"{len(ids)} ids", f"must hold at most {vocab_size}, the vocabulary"
+        )
+    token_ids(field, ids, vocab_size=vocab_size)
+    return frozenset(ids)
 
 
 def logit_bias(field: str, bias: Mapping[int, float], *, vocab_size: int) -> dict[int, float]:

@@ -126,6 +126,11 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     assert convert([5] * (CONTEXT - 1)).max_tokens == 1
 
 
+def test_a_prompt_of_any_length_is_refused_without_a_copy_of_it() -> None:
+    with pytest.raises(InvalidRequest, match="1000000000000 tokens"):
+        requests.convert(pb.GenerateRequest(), range(10**12), FACTS, max_logprobs=20)
+
+
 def test_a_request_without_input_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="tokenized or text"):
         requests.check_has_input(pb.GenerateRequest())

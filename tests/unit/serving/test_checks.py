@@ -136,6 +136,20 @@ def test_a_prompt_without_room_to_answer_is_refused_with_both_lengths(length: in
     assert "context of 10 tokens" in caught.value.message
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(InvalidRequest, match="1000000000000 tokens"):
+        checks.prompt_ids("ids", range(10**12), vocab_size=100, context=10)
+
+
+def test_stop_ids_may_be_the_whole_vocabulary_and_no_more() -> None:
+    assert checks.stop_token_ids("ids", range(100), vocab_size=100) == set(range(100))
+    assert checks.stop_token_ids("ids", [], vocab_size=100) == frozenset()
+    with pytest.raises(InvalidRequest, match="'101 ids': must hold at most 100"):
+        checks.stop_token_ids("ids", [5] * 101, vocab_size=100)
+    with pytest.raises(InvalidRequest, match=r"^ids\[1\] is 100"):
+        checks.stop_token_ids("ids", [5, 100], vocab_size=100)
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least one"):
         checks.prompt_ids("ids", [], vocab_size=100, context=10)
