@@ -268,7 +268,8 @@ class Generations:
         self._sequences += choices
         self._idle.clear()
         self.metrics.in_flight.set(len(self._streams))
-        _logger.debug("request %s admitted as %s", request_id, engine_id)
+        # A client chose the id: quoted and cut, it cannot write lines of its own into the log.
+        _logger.debug("request %.64r admitted as %s", request_id, engine_id)
         return generation
 
     def release(self, generation: Generation) -> None:

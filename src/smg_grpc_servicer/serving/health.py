@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_MOST_NAME_CHARS = 256
+
 
 class State(enum.IntEnum):
     """A worker's states, in the only order they may follow each other."""
@@ -113,7 +115,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         """Answer the status of one service; NOT_FOUND for one that is not here."""
         del context
         if request.service not in self._services:
-            raise NotFound(f"Unknown service: {request.service}")
+            # A status has no room for a name of any length: the client would get no status at all.
+            raise NotFound(f"Unknown service: {request.service[:_MOST_NAME_CHARS]}")
         return self._response(request.service)
 
     async def List(

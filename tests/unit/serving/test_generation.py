@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -493,3 +494,14 @@ async def test_a_thousand_requests_that_end_in_every_way_leave_nothing() -> None
     results.clear()
     gc.collect()
     assert sum(type(thing) is Generation for thing in gc.get_objects()) == 0
+
+
+async def test_an_id_cannot_write_lines_of_its_own_into_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with bench.open("a\nERROR forged: \x1b[31m" + "x" * 1_000_000):
+        pass
+    (line,) = caplog.messages
+    assert line.isprintable()
+    assert len(line) < 200

@@ -133,6 +133,15 @@ async def test_watch_skips_no_transition_however_fast_they_come(bench: Bench) ->
     watch.cancel()
 
 
+async def test_check_of_a_name_that_no_status_has_room_for_is_not_found_as_well(
+    bench: Bench,
+) -> None:
+    channel = await bench.serve(services=[SERVICE])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_pb2_grpc.HealthStub(channel).Check(request("z" * 100_000))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_watch_of_an_unknown_service_says_so_and_stays_open(bench: Bench) -> None:
     stub = health_pb2_grpc.HealthStub(await bench.serve(services=[SERVICE]))
     watch = stub.Watch(request("no.Such"))
