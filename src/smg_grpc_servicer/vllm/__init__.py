@@ -1,0 +1,1 @@
+"""The vLLM worker: `vllm.grpc.engine.VllmEngine` on vLLM's own `AsyncLLM`."""
