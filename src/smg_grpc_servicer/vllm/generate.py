@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from smg_grpc_servicer.serving.generation import Generations
     from smg_grpc_servicer.serving.health import Health
-    from smg_grpc_servicer.vllm.engine import VllmEngine
+    from smg_grpc_servicer.vllm.bridge import EngineBridge
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class GenerateRpcs:
     """The RPCs that run requests, on one engine client that has started.
 
-    `generations` must have been made with the `abort` of this `engine`, as one that speaks last.
+    `generations` must have been made with the `abort` of this `bridge`, as one that speaks last.
     """
 
     def __init__(
-        self, engine_client: Any, engine: VllmEngine, generations: Generations, health: Health
+        self, engine_client: Any, bridge: EngineBridge, generations: Generations, health: Health
     ) -> None:
-        self._engine = engine
+        self._bridge = bridge
         self._generations = generations
         self._health = health
         self._limits = engine_limits.read(engine_client)
@@ -45,7 +45,7 @@ class GenerateRpcs:
         ids = await requests.prompt_ids(request, self._limits, self._text)
         plan = requests.generation(request, ids, self._limits)
         async with self._generations.open(request.request_id, choices=plan.choices) as generation:
-            await self._engine.submit(generation, plan, trace_headers=trace_headers())
+            await self._bridge.submit(generation, plan, trace_headers=trace_headers())
             if not request.stream:
                 for delta in await generation.collect():
                     await context.write(responses.complete(delta, chunked=False))
@@ -62,7 +62,7 @@ class GenerateRpcs:
         self._refuse_unless_serving()
         plan = requests.embedding(request, self._limits)
         async with self._generations.open(request.request_id) as generation:
-            await self._engine.submit(generation, plan, trace_headers=trace_headers())
+            await self._bridge.submit(generation, plan, trace_headers=trace_headers())
             (delta,) = await generation.collect()
         if not isinstance(delta.extra, Embedding):
             # There is no such thing as a part of a vector.

@@ -30,7 +30,7 @@ class _Live:
     aborted: bool = False
 
 
-class VllmEngine:
+class EngineBridge:
     """Runs requests on an engine client, vLLM's `AsyncLLM` or what acts like it.
 
     Its `abort` is what `Generations` calls; it speaks last, see there.
@@ -130,7 +130,7 @@ class VllmEngine:
 class _Receiver:
     """Takes what vLLM puts for one request, in the place of its collector's `put`."""
 
-    def __init__(self, engine: VllmEngine, generation: Generation, plan: Plan) -> None:
+    def __init__(self, engine: EngineBridge, generation: Generation, plan: Plan) -> None:
         self._engine = engine
         self._generation = generation
         pools = hasattr(plan.params, "task")
