@@ -1,1 +1,1 @@
-"""The vLLM worker: `vllm.grpc.engine.VllmEngine` on vLLM's own `AsyncLLM`."""
+"""The vLLM worker: vLLM's AsyncLLM behind `vllm.grpc.engine.VllmEngine`."""

@@ -130,8 +130,8 @@ class EngineBridge:
 class _Receiver:
     """Takes what vLLM puts for one request, in the place of its collector's `put`."""
 
-    def __init__(self, engine: EngineBridge, generation: Generation, plan: Plan) -> None:
-        self._engine = engine
+    def __init__(self, bridge: EngineBridge, generation: Generation, plan: Plan) -> None:
+        self._bridge = bridge
         self._generation = generation
         pools = hasattr(plan.params, "task")
         self._converter = EmbeddingConverter() if pools else OutputConverter(plan)
@@ -143,7 +143,7 @@ class _Receiver:
         """
         generation = self._generation
         if isinstance(output, Exception) or output.finished:
-            self._engine.forget(generation.engine_id)
+            self._bridge.forget(generation.engine_id)
         if generation.over:
             return
         try:
