@@ -1,0 +1,106 @@
+"""The vLLM worker for the conformance suite: the real engine, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.conformance.driver import Capabilities, Driver, Facts
+from tests.lanes.vllm.refused import refusals
+from tests.lanes.vllm.wire import SERVICE, VllmClient
+
+if TYPE_CHECKING:
+    import grpc
+    from tests.conformance.driver import Client, Metadata, Refusal
+    from tests.support.processes import Process
+
+PROMPTS = (
+    "Once upon a time there was a small village by the sea, and in that village",
+    "The capital of France is",
+    "List the planets of the solar system, beginning with the one that is closest to the sun:",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+CONTEXT = 2048
+SLOTS = 32
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # A gibibyte of cache; more threads than one spin against each other on two cores.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+ENGINE_OPTIONS = (
+    *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)),
+    # A block holds as few tokens as vLLM's CPU kernels allow, so that short prompts share one.
+    *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
+)
+
+
+class VllmDriver(Driver):
+    name = "vllm"
+    service = SERVICE
+    served_model_name = "conformance"
+    capabilities = Capabilities(n=True, string_stops=True, text_input=True)
+    boot_seconds = 300.0
+    settle_seconds = 15.0
+
+    def __init__(self, model: str, *options: str) -> None:
+        self.model = Path(model)
+        self._options = options
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "smg_grpc_servicer.vllm", str(self.model)),
+            *("--served-model-name", self.served_model_name, *ENGINE_OPTIONS, *self._options),
+        ]
+
+    def breakable_command(self) -> list[str]:
+        return self.command()
+
+    def break_engine(self, worker: Process) -> None:
+        os.kill(engine_core(worker), signal.SIGKILL)
+
+    def environment(self) -> dict[str, str]:
+        return ENVIRONMENT
+
+    def slots(self, count: int) -> list[str]:
+        return ["--max-num-seqs", str(count)]
+
+    @cached_property
+    def facts(self) -> Facts:
+        from tokenizers import Tokenizer
+
+        config = json.loads((self.model / "config.json").read_text())
+        tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
+        return Facts(
+            vocabulary=config["vocab_size"],
+            context=CONTEXT,
+            end_of_sequence=config["eos_token_id"],
+            prompts=[tokenizer.encode(prompt).ids for prompt in PROMPTS],
+            decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        )
+
+    def client(self, channel: grpc.aio.Channel, metadata: Metadata = ()) -> Client:
+        return VllmClient(channel, metadata)
+
+    def refusals(self) -> list[Refusal]:
+        return refusals(self.facts, most_logprobs=self.capabilities.most_logprobs)
+
+
+def engine_core(worker: Process) -> int:
+    """Return the process id of a worker's engine core."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = path.read_text().rsplit(")", 1)
+        except OSError:
+            continue
+        if int(rest.split()[1]) == worker.process.pid and "EngineCore" in name:
+            return int(path.parent.name)
+    raise AssertionError("the worker has no engine core")
