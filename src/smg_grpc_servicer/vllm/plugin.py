@@ -33,6 +33,8 @@ _logger = logging.getLogger(__name__)
 _MODULES = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
 _MARK = "_smg_grpc_servicer"
 
+_directories: list[Path] = []
+
 
 def register() -> None:
     """Prepare this process for vLLM's gRPC launcher if it may become one. May be called twice."""
@@ -122,8 +124,15 @@ def _private_directory() -> Path:
     if len(str(directory)) > 80:
         directory.rmdir()
         directory = Path(tempfile.mkdtemp(prefix="smg-vllm-", dir="/tmp"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _directories.append(directory)
     return directory
+
+
+@atexit.register
+def remove_directories() -> None:
+    """Remove what the publishers' sockets lay in. For those who leave without an orderly exit."""
+    while _directories:
+        shutil.rmtree(_directories.pop(), ignore_errors=True)
 
 
 def keep_statistics(named: dict[str, Any]) -> None:

@@ -116,11 +116,12 @@ class Program:
 
     async def close(self) -> None:
         """Stop the engine's processes, those of a start that was broken off included."""
-        from smg_grpc_servicer.vllm import engine
+        from smg_grpc_servicer.vllm import engine, plugin
 
         if self._worker is not None:
             await asyncio.to_thread(engine.shut_down, self._worker.engine_client)
         await asyncio.to_thread(engine.kill_children)
+        plugin.remove_directories()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smg_grpc_servicer.serving.health import State
 from smg_grpc_servicer.serving.lifecycle import EXIT_ENGINE_DEAD, leave
-from smg_grpc_servicer.vllm import engine, launcher
+from smg_grpc_servicer.vllm import engine, launcher, plugin
 from smg_wire.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ async def end_with_the_engine(worker: VllmWorker) -> None:
     )
     await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
     engine.kill_children()
+    plugin.remove_directories()
     leave(EXIT_ENGINE_DEAD)
 
 
