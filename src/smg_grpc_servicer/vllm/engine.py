@@ -54,12 +54,6 @@ async def died(engine_client: EngineClient) -> EngineDead:
     return EngineDead("vLLM's engine has died; its log says why")
 
 
-async def abort(engine_client: EngineClient, engine_id: str) -> None:
-    """Have the engine forget a request, known to it or not."""
-    if not engine_client.errored:
-        await engine_client.abort(engine_id)
-
-
 def shut_down(engine_client: EngineClient) -> None:
     """Stop the engine's processes. Blocks for as long as vLLM takes; never raises."""
     try:

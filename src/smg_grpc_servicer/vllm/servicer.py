@@ -9,6 +9,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from smg_grpc_servicer.serving.health import State
 from smg_grpc_servicer.vllm import admin, info
+from smg_grpc_servicer.vllm.generate import GenerateRpcs
 from smg_grpc_servicer.vllm.worker import worker_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,22 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._flusher = admin.CacheFlusher(engine_client, worker.generations)
         self._profiler = admin.Profiler(engine_client, worker.config)
         self._tokenizer = admin.TokenizerFiles(worker.config)
+        self._requests = GenerateRpcs(
+            engine_client, worker.bridge, worker.generations, worker.health
+        )
         worker.protect(self)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Stream the answers to one prompt, or send them whole if `stream` is not set."""
+        await self._requests.generate(request, context)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Answer with the vector of one prompt."""
+        return await self._requests.embed(request, context)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End the live requests of these ids; others are none of its business."""
+        return await self._requests.abort(request, context)
 
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: Context

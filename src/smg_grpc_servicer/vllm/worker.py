@@ -16,6 +16,7 @@ from smg_grpc_servicer.serving.interceptors import Guard, GuardInterceptor
 from smg_grpc_servicer.serving.server import start_metrics
 from smg_grpc_servicer.settings import VllmSettings
 from smg_grpc_servicer.vllm import engine, launcher, plugin
+from smg_grpc_servicer.vllm.bridge import EngineBridge
 from smg_wire.errors import EngineDead, SmgError
 from smg_wire.observability import WorkerMetrics, configure_logging, configure_tracing
 from smg_wire.settings import load
@@ -63,10 +64,12 @@ class VllmWorker:
         self.health = health or Health()
         self.metrics = metrics or WorkerMetrics("vllm")
         self.guard = Guard(metrics=self.metrics, api_keys=api_keys)
+        self.bridge = EngineBridge(engine_client)
         self.generations = Generations(
             health=self.health,
             metrics=self.metrics,
-            abort_engine=self._abort_engine,
+            abort_engine=self.bridge.abort,
+            engine_speaks_last=True,
             slots=engine.slots(self.config),
             max_queued=settings.max_queued_requests,
         )
@@ -113,9 +116,6 @@ class VllmWorker:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("%s failed", task.get_coro(), exc_info=task.exception())
-
-    def _abort_engine(self, engine_id: str) -> None:
-        self.run(engine.abort(self.engine_client, engine_id))
 
 
 def _methods() -> Sequence[Any]:
