@@ -115,7 +115,6 @@ def turn_kv_events_on(vllm_config: VllmConfig, settings: VllmSettings) -> None:
         endpoint=f"ipc://{directory}/inproc-events",
         replay_endpoint=f"ipc://{directory}/inproc-replay",
     )
-    _logger.info("KV events are published at %s", vllm_config.kv_events_config.endpoint)
 
 
 def _private_directory() -> Path:
@@ -166,13 +165,15 @@ def kv_events_config(vllm_config: VllmConfig) -> KVEventsConfig | None:
     return found
 
 
-def say_what_is_missing(engine_client: EngineClient, settings: VllmSettings) -> None:
-    """Log what the plugin could not do because vLLM did not load it."""
+def report_kv_events(engine_client: EngineClient, settings: VllmSettings) -> None:
+    """Log where KV events are published, or that they are not because of vLLM's plugins."""
+    found = kv_events_config(engine_client.vllm_config)
+    if found is not None:
+        _logger.info("KV events are published at %s", found.endpoint)
+        return
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if hasattr(AsyncLLM, _MARK) or kv_events_config(engine_client.vllm_config) is not None:
-        return
-    if settings.kv_events:
+    if settings.kv_events and not hasattr(AsyncLLM, _MARK):
         _logger.warning(
             "KV events are off: vLLM did not load the plugin smg_grpc_servicer (does VLLM_PLUGINS "
             "name others?)"
