@@ -33,6 +33,8 @@ _logger = logging.getLogger(__name__)
 _MODULES = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
 _MARK = "_smg_grpc_servicer"
 
+_directories: list[Path] = []
+
 
 def register() -> None:
     """Prepare this process for vLLM's gRPC launcher if it may become one. May be called twice."""
@@ -113,7 +115,6 @@ def turn_kv_events_on(vllm_config: VllmConfig, settings: VllmSettings) -> None:
         endpoint=f"ipc://{directory}/inproc-events",
         replay_endpoint=f"ipc://{directory}/inproc-replay",
     )
-    _logger.info("KV events are published at %s", vllm_config.kv_events_config.endpoint)
 
 
 def _private_directory() -> Path:
@@ -122,8 +123,15 @@ def _private_directory() -> Path:
     if len(str(directory)) > 80:
         directory.rmdir()
         directory = Path(tempfile.mkdtemp(prefix="smg-vllm-", dir="/tmp"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _directories.append(directory)
     return directory
+
+
+@atexit.register
+def remove_directories() -> None:
+    """Remove what the publishers' sockets lay in. For those who leave without an orderly exit."""
+    while _directories:
+        shutil.rmtree(_directories.pop(), ignore_errors=True)
 
 
 def keep_statistics(named: dict[str, Any]) -> None:
@@ -157,13 +165,15 @@ def kv_events_config(vllm_config: VllmConfig) -> KVEventsConfig | None:
     return found
 
 
-def say_what_is_missing(engine_client: EngineClient, settings: VllmSettings) -> None:
-    """Log what the plugin could not do because vLLM did not load it."""
+def report_kv_events(engine_client: EngineClient, settings: VllmSettings) -> None:
+    """Log where KV events are published, or that they are not because of vLLM's plugins."""
+    found = kv_events_config(engine_client.vllm_config)
+    if found is not None:
+        _logger.info("KV events are published at %s", found.endpoint)
+        return
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if hasattr(AsyncLLM, _MARK) or kv_events_config(engine_client.vllm_config) is not None:
-        return
-    if settings.kv_events:
+    if settings.kv_events and not hasattr(AsyncLLM, _MARK):
         _logger.warning(
             "KV events are off: vLLM did not load the plugin smg_grpc_servicer (does VLLM_PLUGINS "
             "name others?)"

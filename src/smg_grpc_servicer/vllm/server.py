@@ -71,12 +71,14 @@ class Program:
 
     async def start(self) -> None:
         """Load the engine and put the servicer behind the gate."""
+        from smg_grpc_servicer.vllm import plugin
         from smg_grpc_servicer.vllm.servicer import VllmEngineServicer
         from smg_grpc_servicer.vllm.worker import VllmWorker
 
         # In a thread: it takes as long as the model takes to load.
         client = await asyncio.to_thread(self._build)
         self._health.to(State.WARMING)
+        plugin.report_kv_events(client, self._settings)
         # vLLM starts it with the first request otherwise, and statistics would wait for that.
         client._run_output_handler()
         self._worker = VllmWorker(
@@ -116,11 +118,12 @@ class Program:
 
     async def close(self) -> None:
         """Stop the engine's processes, those of a start that was broken off included."""
-        from smg_grpc_servicer.vllm import engine
+        from smg_grpc_servicer.vllm import engine, plugin
 
         if self._worker is not None:
             await asyncio.to_thread(engine.shut_down, self._worker.engine_client)
         await asyncio.to_thread(engine.kill_children)
+        plugin.remove_directories()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smg_grpc_servicer.serving.health import State
 from smg_grpc_servicer.serving.lifecycle import EXIT_ENGINE_DEAD, leave
-from smg_grpc_servicer.vllm import engine, launcher
+from smg_grpc_servicer.vllm import engine, launcher, plugin
 from smg_wire.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ _logger = logging.getLogger(__name__)
 # they get a status that says why.
 _LAUNCHER_GRACE_SECONDS = 5.0
 _CUT_SECONDS = 4.5
+# What the launcher needs to return once it has stopped the engine.
+_LAUNCHER_END_SECONDS = 0.5
 # What streams get to write their last status after the engine's death, and what is left of the
 # engine to end.
 _FLUSH_SECONDS = 1.0
@@ -32,6 +34,10 @@ async def end_with_the_engine(worker: VllmWorker) -> None:
     The launcher waits for a signal alone: without this it would serve errors for ever.
     """
     reason = await worker.died()
+    if worker.health.state is State.DRAINING:
+        worker.generations.fail_all(reason)
+        # Stopping the engine is the last that the launcher does: the loop ends, and this with it.
+        await asyncio.sleep(_LAUNCHER_END_SECONDS)
     _logger.error("engine is dead: %s; exiting with code %d", reason.message, EXIT_ENGINE_DEAD)
     worker.health.to(State.DEAD)
     worker.generations.fail_all(reason)
@@ -46,6 +52,7 @@ async def end_with_the_engine(worker: VllmWorker) -> None:
     )
     await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
     engine.kill_children()
+    plugin.remove_directories()
     leave(EXIT_ENGINE_DEAD)
 
 

@@ -152,7 +152,7 @@ def _launched(engine_client: EngineClient, launch: launcher.Launch) -> VllmWorke
     settings = launch.settings
     configure_logging(settings.log_level, settings.log_format)
     atexit.register(configure_tracing(settings.otlp_traces_endpoint, service="smg-vllm"))
-    plugin.say_what_is_missing(engine_client, settings)
+    plugin.report_kv_events(engine_client, settings)
     worker = VllmWorker(engine_client, settings, api_keys=launch.api_keys)
     worker.health.subscribe(lambda state: worker.metrics.set_state(state.label, STATE_LABELS))
     atexit.register(start_metrics(settings, worker.metrics))
