@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,11 +74,9 @@ class TestStreams:
         if not driver.capabilities.n:
             pytest.skip("this wire has no n")
         params = Params(temperature=1.0, n=3, seed=5)
-        order = []
-        async for event in client.generate(facts.prompts[0], params):
-            order.append(event.index)
+        order = [event.index async for event in client.generate(facts.prompts[0], params)]
         # One after the other would be three runs of one index each.
-        changes = sum(before != after for before, after in zip(order, order[1:], strict=False))
+        changes = sum(before != after for before, after in itertools.pairwise(order))
         assert changes > 4
 
     async def test_an_aborted_request_ends_each_of_its_choices(

@@ -59,8 +59,8 @@ def _numbers(most_logprobs: int) -> list[tuple[str, Any, tuple[str, ...]]]:
         ("truncate_prompt_tokens", 2049, ("2049", "[1, 2048]")),
     ]
     for name in ("logprobs", "prompt_logprobs"):
-        for value in (-1, -2, most_logprobs + 1):
-            bad.append((name, value, (str(value), f"[0, {most_logprobs}]")))
+        limit = f"[0, {most_logprobs}]"
+        bad += [(name, value, (str(value), limit)) for value in (-1, -2, most_logprobs + 1)]
     floats = ["temperature", "top_p", "min_p", "repetition_penalty"]
     floats += ["frequency_penalty", "presence_penalty"]
     for value in (math.nan, math.inf, -math.inf):
