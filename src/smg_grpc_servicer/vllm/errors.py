@@ -11,7 +11,7 @@ _MOST_CHARACTERS = 400
 
 
 @cache
-def _classes(*names: str) -> tuple[type[BaseException], ...]:
+def known(*names: str) -> tuple[type[BaseException], ...]:
     """Return those of vLLM's exception classes that this release has."""
     from vllm import exceptions
 
@@ -24,13 +24,13 @@ def from_vllm(error: BaseException) -> SmgError | None:
 
     if isinstance(error, EngineDeadError):
         return EngineDead("the engine is dead; this worker is about to exit")
-    if isinstance(error, _classes("VLLMNotFoundError")):
+    if isinstance(error, known("VLLMNotFoundError")):
         return NotFound(one_line(error))
     # Refused on admission: vLLM's own bounds on its queue (since 0.32).
-    if isinstance(error, _classes("QueueOverflowError", "MaxQueuedTokensError")):
+    if isinstance(error, known("QueueOverflowError", "MaxQueuedTokensError")):
         return Overloaded(one_line(error))
     # 0.32 drew the line between client and server; before, a ValueError was the client's.
-    if isinstance(error, (*_classes("VLLMClientError", "VLLMValidationError"), ValueError)):
+    if isinstance(error, (*known("VLLMClientError", "VLLMValidationError"), ValueError)):
         return EngineRefusal(one_line(error))
     return None
 
