@@ -17,7 +17,6 @@ from tests.support.fake_vllm import (
     output,
 )
 
-from smg_grpc_servicer.serving.deltas import Delta
 from smg_grpc_servicer.serving.generation import Generation, Generations
 from smg_grpc_servicer.serving.health import Health, State
 from smg_grpc_servicer.vllm.bridge import EngineBridge
@@ -35,6 +34,8 @@ from smg_wire.observability import WorkerMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from smg_grpc_servicer.serving.deltas import Delta
 
 pytestmark = pytest.mark.usefixtures("vllm")
 
