@@ -61,7 +61,9 @@ def read(engine_client: Any) -> Limits:
         vocab_size=vocab_size,
         context=int(model.max_model_len),
         generates=model.runner_type == "generate",
-        most_logprobs=vocab_size if most == -1 else int(most),
+        # vLLM takes any number up to its own bound, and its sampler dies of one that is larger
+        # than the vocabulary.
+        most_logprobs=vocab_size if most == -1 else min(int(most), vocab_size),
         all_logprobs=most == -1 or most >= vocab_size,
         most_choices=_most_choices(),
         most_temperature=_most_temperature(),
