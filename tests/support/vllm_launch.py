@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -92,10 +93,8 @@ def descendants(process: int) -> dict[int, str]:
 
     found = {}
     for child in psutil.Process(process).children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.Error):
             found[child.pid] = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
     return found
 
 

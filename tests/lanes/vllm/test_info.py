@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
-from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
-from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from tests.conformance.reading import failure
 from tests.support.vllm_launch import BOOT_SECONDS, EAGER, entry_points, model_directory, start
 
