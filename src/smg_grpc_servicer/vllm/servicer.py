@@ -42,10 +42,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream the answers to one prompt, or send them whole if `stream` is not set."""
+        self._description.received()
         await self._requests.generate(request, context)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Answer with the vector of one prompt."""
+        self._description.received()
         return await self._requests.embed(request, context)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
