@@ -34,3 +34,9 @@ def test_the_program_of_a_worker_reads_its_flags_before_it_imports_the_engine() 
 def test_the_commands_import_no_engine() -> None:
     commands = loaded_by("smg_grpc_servicer.ask", "smg_grpc_servicer.doctor")
     assert not commands & HEAVY
+
+
+def test_vllms_servicer_is_imported_before_vllm_is() -> None:
+    # vLLM's launcher imports it by name; whatever of vLLM it needs is imported when it is used.
+    servicer = loaded_by("smg_grpc_servicer.vllm.servicer", "smg_grpc_servicer.vllm.generate")
+    assert not servicer & HEAVY

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tests.conformance.driver import Capabilities, Driver, Facts
 from tests.lanes.vllm.refused import refusals
 from tests.lanes.vllm.wire import SERVICE, VllmClient
+from tests.support.vllm_launch import BOOT_SECONDS, EAGER, ENGINE, ENVIRONMENT
 
 if TYPE_CHECKING:
     import grpc
@@ -27,20 +28,6 @@ PROMPTS = (
 )
 CONTEXT = 2048
 SLOTS = 32
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # A gibibyte of cache; more threads than one spin against each other on two cores.
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-ENGINE_OPTIONS = (
-    *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)),
-    # A block holds as few tokens as vLLM's CPU kernels allow, so that short prompts share one.
-    *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-)
 
 
 class VllmDriver(Driver):
@@ -48,7 +35,7 @@ class VllmDriver(Driver):
     service = SERVICE
     served_model_name = "conformance"
     capabilities = Capabilities(n=True, string_stops=True, text_input=True)
-    boot_seconds = 300.0
+    boot_seconds = BOOT_SECONDS
     settle_seconds = 15.0
 
     def __init__(self, model: str, *options: str) -> None:
@@ -58,7 +45,7 @@ class VllmDriver(Driver):
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "smg_grpc_servicer.vllm", str(self.model)),
-            *("--served-model-name", self.served_model_name, *ENGINE_OPTIONS, *self._options),
+            *("--served-model-name", self.served_model_name, *ENGINE, *EAGER, *self._options),
         ]
 
     def breakable_command(self) -> list[str]:

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.lanes.vllm.driver import CONTEXT, ENVIRONMENT, SLOTS
+from tests.lanes.vllm.driver import CONTEXT, SLOTS
+from tests.support.vllm_launch import ENVIRONMENT
 
 TOKENS = 32
 
