@@ -1,6 +1,7 @@
-"""What vLLM's own `LLM` answers, computed in a process of its own and printed as JSON.
+"""What vLLM's own `LLM` answers, computed in a process of its own.
 
-Run as `python -m tests.lanes.vllm.reference MODEL generate|embed` with prompts on stdin.
+Run as `python -m tests.lanes.vllm.reference MODEL generate|embed FILE`, where the file holds
+prompts as JSON, and then what was answered: the engine's processes write to the output as well.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from tests.support.vllm_launch import ENVIRONMENT
 TOKENS = 32
 
 
-def reference(model: str, task: str, prompts: list[list[int]]) -> Any:
+def reference(model: str, task: str, prompts: list[list[int]], file: Path) -> Any:
     """Return what `LLM.generate` or `LLM.embed` says to each prompt."""
     root = Path(__file__).parents[3]
+    file.write_text(json.dumps(prompts))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lanes.vllm.reference", model, task],
-        input=json.dumps(prompts),
+        [sys.executable, "-m", "tests.lanes.vllm.reference", model, task, str(file)],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(file.read_text())
 
 
-def _main(model: str, task: str) -> None:
+def _main(model: str, task: str, file: str) -> None:
     from vllm import LLM, SamplingParams
 
     pooling = {"runner": "pooling", "convert": "embed"} if task == "embed" else {}
@@ -46,7 +47,7 @@ def _main(model: str, task: str) -> None:
         enable_prefix_caching=False,
         **pooling,
     )
-    prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(file).read_text())]
     if task == "embed":
         found = [list(one.outputs.embedding) for one in llm.embed(prompts, use_tqdm=False)]
     else:
@@ -54,7 +55,7 @@ def _main(model: str, task: str) -> None:
             temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1
         )
         found = [_answer(one) for one in llm.generate(prompts, params, use_tqdm=False)]
-    print(json.dumps(found))
+    Path(file).write_text(json.dumps(found))
 
 
 def _answer(output: Any) -> dict[str, Any]:
