@@ -116,6 +116,7 @@ def output(*choices: SimpleNamespace, finished: bool | None = None, **more: Any)
         "num_cached_tokens": 2,
         "prompt_logprobs": None,
         "kv_transfer_params": None,
+        "metrics": None,
         "outputs": list(choices),
         "finished": all(one.finish_reason for one in choices) if finished is None else finished,
     }

@@ -61,6 +61,8 @@ class Delta:
     """New tokens of one choice; counts are of the whole choice so far.
 
     `extra` is the engine's own: whatever its wire carries and no other does.
+    `first_token_seconds` is how long the first token took, from an engine that hands over a whole
+    answer at once; otherwise it is the time of the first push.
     """
 
     index: int
@@ -71,6 +73,7 @@ class Delta:
     logprobs: Logprobs | None = None
     finish: Finish | None = None
     extra: Extra | None = None
+    first_token_seconds: float | None = None
 
     def merge(self, later: Delta) -> None:
         """Take in the delta that follows this one in the same choice."""

@@ -214,7 +214,8 @@ class Generation:
         if before is not None:
             metrics.inter_token.observe((now - before) / count)
         elif not self._token_times:
-            metrics.time_to_first_token.observe(now - self._began)
+            known = delta.first_token_seconds
+            metrics.time_to_first_token.observe(now - self._began if known is None else known)
             metrics.prompt_tokens.inc(delta.prompt_tokens)
             metrics.cached_tokens.inc(delta.cached_tokens)
         self._token_times[delta.index] = now

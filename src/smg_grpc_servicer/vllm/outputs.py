@@ -90,6 +90,7 @@ class OutputConverter:
             logprobs=None if asked is None else logprobs(choice.logprobs, token_ids, asked),
             finish=finish,
             extra=self._extra(output, choice, finish),
+            first_token_seconds=None if self._plan.streams else _first_token_seconds(output),
         )
 
     def _extra(self, output: Any, choice: Any, finish: Finish | None) -> VllmExtra | None:
@@ -196,6 +197,12 @@ def _row(given: Any, place: int, alternatives: int) -> tuple[int, float, list[tu
             zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
         )
     return own[0], own[1], ranked if alternatives == -1 else ranked[:alternatives]
+
+
+def _first_token_seconds(output: Any) -> float | None:
+    """Return what vLLM measured, unless it keeps no statistics."""
+    latency: float | None = getattr(output.metrics, "first_token_latency", None)
+    return latency or None
 
 
 def _speculation(metrics: Any) -> tuple[int, int]:

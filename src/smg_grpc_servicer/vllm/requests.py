@@ -51,6 +51,7 @@ class Plan:
     constraint: Constraint | None = None
     data_parallel_rank: int | None = None
     moves_kv: bool = False
+    streams: bool = False
 
 
 async def prompt_ids(request: pb.GenerateRequest, limits: Limits, text: TextInput) -> list[int]:
@@ -131,6 +132,7 @@ def generation(request: pb.GenerateRequest, ids: list[int], limits: Limits) -> P
         constraint=constraint,
         data_parallel_rank=_rank(request, limits),
         moves_kv=bool(moved),
+        streams=request.stream,
     )
 
 

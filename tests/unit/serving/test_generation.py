@@ -538,3 +538,10 @@ async def test_a_thousand_requests_that_end_in_every_way_leave_nothing() -> None
     results.clear()
     gc.collect()
     assert sum(type(thing) is Generation for thing in gc.get_objects()) == 0
+
+
+async def test_an_engine_may_say_itself_when_the_first_token_came(bench: Bench) -> None:
+    async with bench.open() as generation:
+        generation.push(Delta(0, [1, 2], 3, 2, finish=Finish(STOP), first_token_seconds=1234.5))
+        await read(generation)
+    assert bench.sample("time_to_first_token_seconds_sum") == 1234.5

@@ -233,16 +233,16 @@ async def test_a_request_that_ends_while_it_is_handed_over_is_dropped_once(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (VLLMValidationError("no"), EngineRefusal),
-        (ValueError("no"), EngineRefusal),
-        (QueueOverflowError("busy"), Overloaded),
-        (EngineDeadError(), EngineDead),
+        (VLLMValidationError, EngineRefusal),
+        (ValueError, EngineRefusal),
+        (QueueOverflowError, Overloaded),
+        (EngineDeadError, EngineDead),
     ],
 )
 async def test_what_vllm_refuses_is_refused(
-    bench: Bench, error: Exception, kind: type[SmgError]
+    bench: Bench, error: type[Exception], kind: type[SmgError]
 ) -> None:
-    bench.client.refuse = error
+    bench.client.refuse = error("no")
     with pytest.raises(kind):
         await run(bench)
     assert bench.bridge.live == 0
@@ -267,12 +267,12 @@ async def test_a_strangers_error_is_not_shown(bench: Bench) -> None:
     assert len(bench.client.aborted) == 1
 
 
-@pytest.mark.parametrize("error", [EngineDeadError(), RuntimeError("the output task broke")])
+@pytest.mark.parametrize("error", [EngineDeadError, RuntimeError])
 async def test_what_vllm_gives_everyone_is_the_engines_death(
-    bench: Bench, error: Exception
+    bench: Bench, error: type[Exception]
 ) -> None:
     with pytest.raises(EngineDead):
-        await run(bench, error)
+        await run(bench, error("the output task broke"))
     await settle()
     assert bench.client.aborted == []
 

@@ -45,6 +45,18 @@ def test_tokens_come_out_as_deltas_that_count_the_whole_choice() -> None:
     assert last == Delta(0, [7], 3, 3, 2, finish=Finish("length"), extra=VllmExtra())
 
 
+def test_a_whole_answer_says_when_its_first_token_came() -> None:
+    given = output(
+        completion(token_ids=(5, 6), finish_reason="length"),
+        metrics=SimpleNamespace(first_token_latency=0.25),
+    )
+    for streams, seconds in ((False, 0.25), (True, None)):
+        (delta,) = convert(OutputConverter(plan(streams=streams)), given)
+        assert delta.first_token_seconds == seconds
+    (delta,) = convert(OutputConverter(plan()), output(completion(token_ids=(5,))))
+    assert delta.first_token_seconds is None
+
+
 def test_each_choice_is_counted_for_itself() -> None:
     deltas = convert(
         OutputConverter(plan(choices=2)),
