@@ -133,7 +133,6 @@ def requests(draw: st.DrawFn, facts: Facts) -> pb.GenerateRequest:
                     {"kv_transfer_params_json": '{"do_remote_prefill": true}'},
                     {"kv_transfer_params_json": "{"},
                     {"mm_inputs": pb.MultimodalInputs()},
-                    {"request_id": "\n" * 100},
                 ]
             )
         )
@@ -189,7 +188,7 @@ async def storm(client: VllmClient, facts: Facts, driver: Driver, count: int) ->
         await asyncio.gather(*(one(client, request, tally, wrong) for request in batch))
         if (await known).token_ids != right[place]:
             wrong.append(f"a greedy stream was wrong amid {batch}")
-    assert wrong == []
+    assert not wrong, f"{len(wrong)} of {count}: " + "\n".join(wrong[:3])
     assert tally["ran"] >= 0.4 * count, tally
     assert tally["refused"] > 0, tally
     await idle(client, driver.settle_seconds)
