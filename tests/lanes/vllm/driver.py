@@ -82,12 +82,13 @@ class VllmDriver(Driver):
 
 
 def engine_core(worker: Process) -> int:
-    """Return the process id of a worker's engine core."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    """Return the process id of a worker's engine core, by the title that it gives itself."""
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            name, rest = path.read_text().rsplit(")", 1)
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            title = (path / "cmdline").read_text()
         except OSError:
             continue
-        if int(rest.split()[1]) == worker.process.pid and "EngineCore" in name:
-            return int(path.parent.name)
+        if parent == worker.process.pid and "EngineCore" in title:
+            return int(path.name)
     raise AssertionError("the worker has no engine core")
