@@ -3,6 +3,7 @@ from __future__ import annotations
 import email
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,6 @@ def test_the_stand_in_has_the_version_that_vllm_serve_asks_for() -> None:
 
 
 def test_the_script_needs_nothing_but_python() -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {vllm_cpu.__file__.rsplit('/', 1)[0]!r}); import vllm_cpu"
-    )
+    scripts = str(Path(vllm_cpu.__file__).parent)
+    code = f"import sys; sys.path.insert(0, {scripts!r}); import vllm_cpu"
     subprocess.run([sys.executable, "-S", "-c", code], check=True)
