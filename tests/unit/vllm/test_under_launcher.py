@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     codes: asyncio.Queue[int] = asyncio.Queue()
     monkeypatch.setattr(under_launcher, "leave", codes.put_nowait)
     return codes
+
+
+@pytest.fixture(autouse=True)
+def _no_end_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would come after the test, when nothing stands in for the end any more.
+    monkeypatch.setattr(under_launcher, "_bound_the_exit", lambda _: None)
 
 
 @pytest_asyncio.fixture
@@ -122,6 +129,23 @@ async def test_the_launchers_own_end_is_no_death_of_the_engine(
     assert exits.empty()
     await launched.stop()
     assert launched.health.state is State.DRAINING
+
+
+def test_a_process_that_does_not_end_after_its_engine_is_ended_and_shows_where_it_stood(
+    engine_client: EngineClient, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(under_launcher, "leave", codes.append)
+    monkeypatch.setattr(under_launcher, "_EXIT_SECONDS", 0.1)
+    stopped: Any = SimpleNamespace(engine_client=engine_client)
+    ending = threading.Thread(target=under_launcher._leave_if_stuck, args=(stopped,))
+    ending.start()
+    ending.join(0.3)
+    assert codes == [], "the engine still runs"
+    engine_client.errored = True
+    ending.join(5)
+    assert codes == [0]
+    assert "_leave_if_stuck" in capfd.readouterr().err
 
 
 async def test_health_is_guarded_and_streams_every_change(
