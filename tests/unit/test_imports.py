@@ -20,7 +20,9 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_importing_the_packages_imports_no_engine() -> None:
-    packages = loaded_by("smg_wire", "smg_grpc_servicer", "smg_grpc_servicer.mlx")
+    packages = loaded_by(
+        "smg_wire", "smg_grpc_servicer", "smg_grpc_servicer.mlx", "smg_grpc_servicer.vllm"
+    )
     assert not packages & HEAVY
     # Nor what only a running worker needs.
     assert "grpc" not in packages
@@ -36,7 +38,11 @@ def test_the_commands_import_no_engine() -> None:
     assert not commands & HEAVY
 
 
-def test_vllms_servicer_is_imported_before_vllm_is() -> None:
-    # vLLM's launcher imports it by name; whatever of vLLM it needs is imported when it is used.
-    servicer = loaded_by("smg_grpc_servicer.vllm.servicer", "smg_grpc_servicer.vllm.generate")
-    assert not servicer & HEAVY
+def test_vllm_is_not_imported_with_the_worker_that_drives_it() -> None:
+    worker = loaded_by("smg_grpc_servicer.vllm.servicer", "smg_grpc_servicer.vllm.health_servicer")
+    assert not worker & HEAVY
+
+
+def test_the_plugin_costs_other_vllm_processes_next_to_nothing() -> None:
+    plugin = loaded_by("smg_grpc_servicer.vllm.plugin")
+    assert not plugin & (HEAVY | {"pydantic", "prometheus_client", "opentelemetry"})

@@ -79,6 +79,7 @@ def engine_arguments(argv: Sequence[str]) -> AsyncEngineArgs:
 
     Raises:
         SettingsError: vLLM's parser refuses a word; one line that names it.
+        StartError: the model is not on this machine.
     """
     made = parser()
 
@@ -95,5 +96,9 @@ def engine_arguments(argv: Sequence[str]) -> AsyncEngineArgs:
         flags.model = flags.model_tag
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    arguments: AsyncEngineArgs = AsyncEngineArgs.from_cli_args(flags)
+    try:
+        # A model by hub name is looked for in the local cache here.
+        arguments: AsyncEngineArgs = AsyncEngineArgs.from_cli_args(flags)
+    except (ValueError, OSError) as error:
+        raise StartError(f"{flags.model}: {' '.join(str(error).split())}") from error
     return arguments

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from smg_grpc_servicer.serving.health import State
-from smg_grpc_servicer.serving.lifecycle import EXIT_ENGINE_DEAD, leave
+from smg_grpc_servicer.serving.lifecycle import EXIT_ENGINE_DEAD, EXIT_OK, leave
 from smg_grpc_servicer.vllm import engine, launcher, plugin
 from smg_wire.errors import Unavailable
 
@@ -22,6 +25,9 @@ _LAUNCHER_GRACE_SECONDS = 5.0
 _CUT_SECONDS = 4.5
 # What the launcher needs to return once it has stopped the engine.
 _LAUNCHER_END_SECONDS = 0.5
+# What the process may take to end after that, on its way through vLLM's and Python's exits.
+_EXIT_SECONDS = 8.0
+_POLL_SECONDS = 0.1
 # What streams get to write their last status after the engine's death, and what is left of the
 # engine to end.
 _FLUSH_SECONDS = 1.0
@@ -70,6 +76,29 @@ def drain(worker: VllmWorker) -> None:
         )
     _logger.info("draining %d requests for up to %g s", worker.generations.in_flight, allowed)
     worker.run(_cut_after(worker, allowed))
+    _bound_the_exit(worker)
+
+
+def _bound_the_exit(worker: VllmWorker) -> None:
+    threading.Thread(
+        target=_leave_if_stuck, args=(worker,), name="bound-the-exit", daemon=True
+    ).start()
+
+
+def _leave_if_stuck(worker: VllmWorker) -> None:
+    """Wait until the launcher has stopped the engine, and end a process that lives on after it.
+
+    Between the launcher's last line and the end stand the exits of vLLM's threads, of ZeroMQ and
+    of gRPC; one that waits for ever would leave a stopped worker to its supervisor's SIGKILL.
+    """
+    while not worker.engine_client.errored:
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_EXIT_SECONDS)
+    _logger.warning("the process did not end %g s after its engine; it stood at:", _EXIT_SECONDS)
+    faulthandler.dump_traceback(all_threads=True)
+    engine.kill_children()
+    plugin.remove_directories()
+    leave(EXIT_OK)
 
 
 async def _cut_after(worker: VllmWorker, seconds: float) -> None:

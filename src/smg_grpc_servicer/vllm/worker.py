@@ -112,6 +112,12 @@ class VllmWorker:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
+    async def stop(self) -> None:
+        """End what `run` still runs."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:

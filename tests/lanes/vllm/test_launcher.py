@@ -85,8 +85,9 @@ def request(max_tokens: int = 4, *, stream: bool = True) -> pb.GenerateRequest:
 
 
 async def read(call: Any) -> pb.GenerateComplete:
+    """Read a stream to its end, some of which may have been read before."""
     end = None
-    async for message in call:
+    while (message := await call.read()) is not grpc.aio.EOF:
         if message.WhichOneof("response") == "complete":
             end = message.complete
     assert end is not None, "a stream without an end"
