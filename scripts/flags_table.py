@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from smg_grpc_servicer.settings import MlxSettings, ServingSettings
+from smg_grpc_servicer.settings import MlxSettings, ServingSettings, VllmSettings
 from smg_wire.settings import Settings, flag, variable
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -49,11 +49,11 @@ def _default(value: object) -> str:
 def section() -> str:
     """Return what stands between the marks: every worker's flags, then each engine's own."""
     shared = list(ServingSettings.model_fields)
-    own = [name for name in MlxSettings.model_fields if name not in shared]
-    return (
-        f"Every worker:\n\n{table(ServingSettings, shared)}\n"
-        f"`python -m smg_grpc_servicer.mlx`:\n\n{table(MlxSettings, own)}"
-    )
+    parts = [f"Every worker:\n\n{table(ServingSettings, shared)}"]
+    for engine, settings in (("mlx", MlxSettings), ("vllm", VllmSettings)):
+        own = [name for name in settings.model_fields if name not in shared]
+        parts.append(f"`python -m smg_grpc_servicer.{engine}`:\n\n{table(settings, own)}")
+    return "\n".join(parts)
 
 
 def rewritten(readme: str) -> str:

@@ -16,6 +16,7 @@ commands:
 
 workers:
   python -m smg_grpc_servicer.mlx --model MODEL
+  python -m smg_grpc_servicer.vllm MODEL
 
 options:
   -h, --help          this text; every command and worker has its own

@@ -25,11 +25,18 @@ def _finite(value: float) -> float:
     return value
 
 
-def _sendable(key: SecretStr) -> SecretStr:
+KEY_LIMIT = "must be printable ASCII characters without spaces, at least one"
+
+
+def sendable(key: str) -> bool:
+    """Say whether this can be an API key, see `KEY_LIMIT`."""
     # An empty key would let everyone in, and metadata cannot carry the others.
-    text = key.get_secret_value()
-    if not text or any(not "!" <= character <= "~" for character in text):
-        raise ValueError("must be printable ASCII characters without spaces, at least one")
+    return bool(key) and all("!" <= character <= "~" for character in key)
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    if not sendable(key.get_secret_value()):
+        raise ValueError(KEY_LIMIT)
     return key
 
 
@@ -139,4 +146,29 @@ class MlxSettings(ServingSettings):
         120.0,
         help="Seconds without a step, beyond what the step's prompt tokens take, after which the "
         "engine counts as dead.",
+    )
+
+
+class VllmSettings(ServingSettings):
+    """Serve a model with vLLM over vllm.grpc.engine.VllmEngine.
+
+    The engine's own flags are vLLM's; these stand beside them. Under `vllm serve --grpc`, whose
+    flags are all vLLM's, they are variables only.
+    """
+
+    foreign_variables: ClassVar[dict[str, str]] = {
+        **ServingSettings.foreign_variables,
+        "SMG_VLLM_SERVICER_KV_EVENTS": "kv_events",
+        "VLLM_API_KEY": "api_key",
+    }
+
+    kv_events: bool = option(
+        True,
+        help="Switch vLLM's KV event publisher on, on this host only, unless --kv-events-config "
+        "says otherwise.",
+    )
+    pairing_protocol: str | None = option(
+        None,
+        help="What a prefill and a decode worker must both name to be paired by the router; "
+        "reported by GetServerInfo.",
     )

@@ -168,3 +168,10 @@ def server_span(method: str, metadata: Mapping[str, str]) -> Iterator[Span]:
         set_status_on_exception=False,
     ) as span:
         yield span
+
+
+def trace_headers() -> dict[str, str]:
+    """Return the W3C headers of the current span; none where there is no trace."""
+    headers: dict[str, str] = {}
+    _propagator.inject(headers)
+    return headers

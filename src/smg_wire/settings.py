@@ -7,6 +7,7 @@ the default. Nothing else in the project reads the environment.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -112,6 +113,27 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str) -> SettingsT:
         raise SettingsError(_parser_line(error)) from error
     except ValidationError as error:
         raise SettingsError("; ".join(_lines(cls, argv, error))) from error
+
+
+def split(cls: type[Settings], argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part words of a command line into those of a settings class and the rest, in order.
+
+    For a program that takes another program's flags as well. A flag of ours must be spelled out.
+    """
+    ours: list[str] = []
+    rest: list[str] = []
+    flags = {flag(name): declared.annotation is bool for name, declared in cls.model_fields.items()}
+    switches = {name.replace("--", "--no-", 1) for name, switch in flags.items() if switch}
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in flags and name not in switches:
+            rest.append(word)
+            continue
+        ours.append(word)
+        if not equals and not flags.get(name, True):
+            ours.extend(itertools.islice(words, 1))
+    return ours, rest
 
 
 def build_parser(cls: type[Settings], *, prog: str) -> argparse.ArgumentParser:

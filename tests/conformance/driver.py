@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     import grpc
     from tests.support.processes import Process
@@ -31,6 +31,7 @@ class Params:
     temperature: float | None = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = True
     top_p: float = 0.0
@@ -96,12 +97,14 @@ class Capabilities:
 @dataclass(frozen=True)
 class Facts:
     """What a test has to know of the model. Prompts are ordinary, of different lengths, and
-    their greedy answers are not sensitive to what else is in the batch."""
+    their greedy answers are not sensitive to what else is in the batch. `decode` is there where
+    the wire has string stops."""
 
     vocabulary: int
     context: int
     end_of_sequence: int
     prompts: Sequence[Sequence[int]]
+    decode: Callable[[Sequence[int]], str] | None = None
 
 
 @dataclass(frozen=True)

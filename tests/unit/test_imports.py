@@ -20,7 +20,9 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_importing_the_packages_imports_no_engine() -> None:
-    packages = loaded_by("smg_wire", "smg_grpc_servicer", "smg_grpc_servicer.mlx")
+    packages = loaded_by(
+        "smg_wire", "smg_grpc_servicer", "smg_grpc_servicer.mlx", "smg_grpc_servicer.vllm"
+    )
     assert not packages & HEAVY
     # Nor what only a running worker needs.
     assert "grpc" not in packages
@@ -34,3 +36,13 @@ def test_the_program_of_a_worker_reads_its_flags_before_it_imports_the_engine() 
 def test_the_commands_import_no_engine() -> None:
     commands = loaded_by("smg_grpc_servicer.ask", "smg_grpc_servicer.doctor")
     assert not commands & HEAVY
+
+
+def test_vllm_is_not_imported_with_the_worker_that_drives_it() -> None:
+    worker = loaded_by("smg_grpc_servicer.vllm.servicer", "smg_grpc_servicer.vllm.health_servicer")
+    assert not worker & HEAVY
+
+
+def test_the_plugin_costs_other_vllm_processes_next_to_nothing() -> None:
+    plugin = loaded_by("smg_grpc_servicer.vllm.plugin")
+    assert not plugin & (HEAVY | {"pydantic", "prometheus_client", "opentelemetry"})

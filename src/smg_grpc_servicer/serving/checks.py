@@ -7,13 +7,14 @@ docstrings; what only one engine limits stays in that engine's `requests` module
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smg_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 DEFAULT_TEMPERATURE = 1.0
 # OpenAI's bounds; a bias of 100 bans or forces a token.
@@ -64,8 +65,10 @@ def penalty(field: str, value: float) -> float:
     return number(field, value, -MAX_PENALTY, MAX_PENALTY)
 
 
-def prompt_ids(field: str, ids: Sequence[int], *, vocab_size: int, context: int) -> list[int]:
-    """Return the prompt as a list if it fits the model.
+def prompt_ids(
+    field: str, ids: Sequence[int], *, vocab_size: int, context: int, answers: bool = True
+) -> list[int]:
+    """Return the prompt as a list if it fits the model; one that `answers` needs room for a token.
 
     Give it the message's own field: a list of what is too long takes ten times its memory.
 
@@ -75,22 +78,24 @@ def prompt_ids(field: str, ids: Sequence[int], *, vocab_size: int, context: int)
     """
     if not ids:
         raise InvalidRequest(field, ids, "must hold at least one token id")
-    if len(ids) >= context:
+    if len(ids) + answers > context:
+        bound = "shorter than" if answers else "no longer than"
         raise InvalidRequest(
-            field,
-            f"{len(ids)} tokens",
-            f"must be shorter than the context of {context} tokens",
+            field, f"{len(ids)} tokens", f"must be {bound} the context of {context} tokens"
         )
     token_ids(field, ids, vocab_size=vocab_size)
     return list(ids)
 
 
-def token_ids(field: str, ids: Iterable[int], *, vocab_size: int) -> None:
+def token_ids(field: str, ids: Sequence[int], *, vocab_size: int) -> None:
     """Check that every id has a row in the embedding table.
 
     Raises:
         InvalidRequest: one has not; the message names its place.
     """
+    # On the event loop, for prompts of a hundred thousand ids: the place is sought if it is wanted.
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for place, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
@@ -126,6 +131,47 @@ def logit_bias(field: str, bias: Mapping[int, float], *, vocab_size: int) -> dic
             )
         number(f"{field}[{token_id}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return dict(bias)
+
+
+def stop_strings(
+    field: str, values: Sequence[str], *, most: int, most_characters: int
+) -> list[str]:
+    """Return the stop strings.
+
+    Raises:
+        InvalidRequest: there are more than `most`, or one is empty or too long.
+    """
+    if len(values) > most:
+        raise InvalidRequest(field, f"{len(values)} strings", f"must be at most {most}")
+    for place, value in enumerate(values):
+        if not value:
+            raise InvalidRequest(f"{field}[{place}]", value, "must not be empty")
+        if len(value) > most_characters:
+            raise InvalidRequest(
+                f"{field}[{place}]",
+                f"{len(value)} characters",
+                f"must be at most {most_characters} characters",
+            )
+    return list(values)
+
+
+def json_object(field: str, text: str) -> dict[str, Any]:
+    """Return the object that `text` holds.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, text, f"must be JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, text, "must be a JSON object")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def max_tokens(field: str, value: int | None, *, prompt_tokens: int, context: int) -> int:

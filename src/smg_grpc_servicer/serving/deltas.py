@@ -8,7 +8,7 @@ cost fewer messages instead of more memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from smg_wire.errors import SmgError
@@ -49,12 +49,20 @@ class Finish:
     matched: int | str | None = None
 
 
+class Extra(Protocol):
+    """What one engine's wire carries beyond the others'."""
+
+    def merge(self, later: Any) -> None:
+        """Take in the extra of the delta that follows in the same choice."""
+
+
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice; counts are of the whole choice so far.
 
-    `extra` is the engine's own: whatever its wire carries and no other does. A later delta's
-    `extra` replaces an earlier one's.
+    `extra` is the engine's own: whatever its wire carries and no other does.
+    `first_token_seconds` is how long the first token took, from an engine that hands over a whole
+    answer at once; otherwise it is the time of the first push.
     """
 
     index: int
@@ -64,7 +72,8 @@ class Delta:
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     finish: Finish | None = None
-    extra: object = None
+    extra: Extra | None = None
+    first_token_seconds: float | None = None
 
     def merge(self, later: Delta) -> None:
         """Take in the delta that follows this one in the same choice."""
@@ -77,8 +86,10 @@ class Delta:
             self.logprobs = later.logprobs
         elif later.logprobs is not None:
             self.logprobs.extend(later.logprobs)
-        if later.extra is not None:
+        if self.extra is None:
             self.extra = later.extra
+        elif later.extra is not None:
+            self.extra.merge(later.extra)
 
 
 class Sink(Protocol):

@@ -53,11 +53,22 @@ class Generation:
         self._error: SmgError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._engine_has_it = True
+        self._aborting = False
         self._ended = ""
         self._began = time.monotonic()
         self._token_times: dict[int, float] = {}
 
     # The engine's side.
+
+    @property
+    def aborting(self) -> bool:
+        """Whether an Abort RPC has ended it and the engine's last words are still to come."""
+        return self._aborting
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that the engine could still bring would be taken."""
+        return not self._open or self._error is not None
 
     def push(self, delta: Delta) -> None:
         """Take new tokens of one choice; what comes for an ended choice is dropped."""
@@ -89,8 +100,20 @@ class Generation:
 
         False if the request has ended already.
         """
-        if not self._open or self._error is not None:
+        if self.over or self._aborting:
             return False
+        self._aborting = True
+        self._ended = ABORT
+        self._registry.release(self)
+        self._abort_engine()
+        if not self._registry.engine_speaks_last:
+            self.close_aborted()
+        return True
+
+    def close_aborted(self) -> None:
+        """End the choices of an aborted request that are still open."""
+        if self.over or not self._aborting:
+            return
         for index in sorted(self._open):
             last = self._last.get(index) or Delta(index, [], 0, 0)
             self._enqueue(
@@ -104,10 +127,6 @@ class Generation:
                 )
             )
         self._open.clear()
-        self._ended = self._ended or ABORT
-        self._abort_engine()
-        self._registry.release(self)
-        return True
 
     def __aiter__(self) -> Self:
         return self
@@ -195,7 +214,8 @@ class Generation:
         if before is not None:
             metrics.inter_token.observe((now - before) / count)
         elif not self._token_times:
-            metrics.time_to_first_token.observe(now - self._began)
+            known = delta.first_token_seconds
+            metrics.time_to_first_token.observe(now - self._began if known is None else known)
             metrics.prompt_tokens.inc(delta.prompt_tokens)
             metrics.cached_tokens.inc(delta.cached_tokens)
         self._token_times[delta.index] = now
@@ -207,6 +227,8 @@ class Generations:
 
     `slots` is how many sequences the engine runs at once; up to `max_queued` more may wait.
     `abort_engine(engine_id)` must not block, and must bear an id that the engine does not know.
+    An engine that speaks last holds tokens back (all of a unary answer's): when it is told to
+    abort it pushes them with each choice's end, and then calls `Generation.close_aborted`.
     """
 
     def __init__(
@@ -217,7 +239,9 @@ class Generations:
         abort_engine: Callable[[str], None],
         slots: int,
         max_queued: int,
+        engine_speaks_last: bool = False,
     ) -> None:
+        self.engine_speaks_last = engine_speaks_last
         self.metrics = metrics
         self.abort_engine = abort_engine
         self._health = health

@@ -57,7 +57,10 @@ class Worker(Protocol):
     """What an engine package brings to the serving core."""
 
     services: Sequence[str]
-    generations: Generations
+
+    @property
+    def generations(self) -> Generations:
+        """The live requests; asked for once the worker has started."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the engine's servicers to the server."""

@@ -13,6 +13,7 @@ import importlib.metadata
 # The newest field that each engine's servicer sets: (module, message, field).
 NEWEST_FIELDS: dict[str, tuple[str, str, str]] = {
     "mlx": ("mlx_engine_pb2", "GenerateComplete", "matched_stop_token_id"),
+    "vllm": ("vllm_engine_pb2", "GetServerInfoResponse", "mm_encoder_budget"),
 }
 
 _MEND = "pip install --upgrade smg-grpc-proto"

@@ -53,9 +53,9 @@ def build_server(
     register: Callable[[grpc.aio.Server], None],
 ) -> grpc.aio.Server:
     """Return a server with the worker's services, health and reflection behind the guard."""
-    key = settings.api_key.get_secret_value() if settings.api_key else None
+    keys = [settings.api_key.get_secret_value()] if settings.api_key else []
     server = grpc.aio.server(
-        interceptors=[GuardInterceptor(Guard(metrics=metrics, api_key=key))],
+        interceptors=[GuardInterceptor(Guard(metrics=metrics, api_keys=keys))],
         options=channel_options(int(settings.max_message_bytes)),
     )
     register(server)

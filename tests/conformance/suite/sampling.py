@@ -74,6 +74,32 @@ class TestStops:
             assert found.reason == "stop"
             assert found.end.matched == stop
 
+    async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
+        self, client: Client, facts: Facts, driver: Driver
+    ) -> None:
+        if not driver.capabilities.string_stops:
+            pytest.skip("this wire has no string stops")
+        assert facts.decode is not None
+        whole = (await answer(client.generate(facts.prompts[0], Params(max_tokens=12)))).token_ids
+        # From the middle of one token to the middle of the next.
+        stop = facts.decode(whole[3:5])[1:-1]
+        ends = [n for n in range(1, 13) if stop in facts.decode(whole[:n])]
+        params = Params(max_tokens=12, stop=("never said", stop))
+        for stream in (True, False):
+            found = await answer(client.generate(facts.prompts[0], params, stream=stream))
+            assert found.token_ids == whole[: ends[0]]
+            assert found.reason == "stop"
+            assert found.end.matched == stop
+
+    async def test_a_stop_string_that_is_never_said_stops_nothing(
+        self, client: Client, facts: Facts, driver: Driver
+    ) -> None:
+        if not driver.capabilities.string_stops:
+            pytest.skip("this wire has no string stops")
+        params = Params(stop=("never said by anyone",))
+        found = await answer(client.generate(facts.prompts[0], params))
+        assert (len(found.token_ids), found.reason, found.end.matched) == (8, "length", None)
+
     async def test_a_length_limit_names_nothing(self, client: Client, facts: Facts) -> None:
         found = await answer(client.generate(facts.prompts[0], Params(max_tokens=5)))
         assert (len(found.token_ids), found.reason, found.end.matched) == (5, "length", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,3 +67,30 @@ class TestStreams:
                 client.generate(facts.prompts[0], params, stream=stream), choices=3
             )
             assert [len(choice.token_ids) for choice in found] == [8, 8, 8]
+
+    async def test_the_choices_of_a_stream_come_side_by_side(
+        self, client: Client, facts: Facts, driver: Driver
+    ) -> None:
+        if not driver.capabilities.n:
+            pytest.skip("this wire has no n")
+        params = Params(temperature=1.0, n=3, seed=5)
+        order = [event.index async for event in client.generate(facts.prompts[0], params)]
+        # One after the other would be three runs of one index each.
+        changes = sum(before != after for before, after in itertools.pairwise(order))
+        assert changes > 4
+
+    async def test_an_aborted_request_ends_each_of_its_choices(
+        self, client: Client, facts: Facts, driver: Driver
+    ) -> None:
+        if not driver.capabilities.n:
+            pytest.skip("this wire has no n")
+        params = Params(temperature=1.0, n=3, max_tokens=None)
+        for stream in (True, False):
+            call = client.generate(facts.prompts[0], params, request_id="three", stream=stream)
+            reading = asyncio.ensure_future(answers(call, choices=3))
+            await asyncio.sleep(1.0)
+            await client.abort("three")
+            found = await asyncio.wait_for(reading, driver.settle_seconds)
+            assert [choice.reason for choice in found] == ["abort"] * 3
+            assert all(choice.token_ids for choice in found)
+        await idle(client, driver.settle_seconds)

@@ -187,3 +187,35 @@ def test_no_more_is_generated_than_the_context_has_left(asked: int | None, grant
 def test_no_tokens_at_all_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"max is 0: .*at least 1"):
         checks.max_tokens("max", 0, prompt_tokens=4, context=10)
+
+
+def test_a_prompt_without_an_answer_may_fill_the_context() -> None:
+    for count, answers in ((8, False), (7, True)):
+        ids = [1] * count
+        found = checks.prompt_ids("ids", ids, vocab_size=2, context=8, answers=answers)
+        assert found == ids
+    for count, answers, words in ((9, False, "no longer than"), (8, True, "shorter than")):
+        with pytest.raises(InvalidRequest, match=f"{words} the context of 8"):
+            checks.prompt_ids("ids", [1] * count, vocab_size=2, context=8, answers=answers)
+
+
+def test_stop_strings_are_few_and_short_and_not_empty() -> None:
+    def checked(*values: str) -> list[str]:
+        return checks.stop_strings("stop", values, most=2, most_characters=3)
+
+    assert checked("abc", "d") == ["abc", "d"]
+    assert checked() == []
+    for values, words in (
+        (("a", ""), r"stop\[1\] .*empty"),
+        (("abcd",), r"stop\[0\] is '4 characters': must be at most 3"),
+        (("a", "b", "c"), "stop is '3 strings': must be at most 2"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            checked(*values)
+
+
+def test_a_json_object_is_json_and_an_object() -> None:
+    assert checks.json_object("field", '{"a": [1, null]}') == {"a": [1, None]}
+    for text in ("", "{", "[1]", "null", '{"a": NaN}', '{"a": Infinity}', "[" * 100_000):
+        with pytest.raises(InvalidRequest, match="field"):
+            checks.json_object("field", text)

@@ -19,7 +19,14 @@ from smg_wire.observability import WorkerMetrics
 class Bench:
     """Generations without an engine: what would be aborted is noted."""
 
-    def __init__(self, *, slots: int = 4, max_queued: int = 4, serving: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        max_queued: int = 4,
+        serving: bool = True,
+        speaks_last: bool = False,
+    ) -> None:
         self.aborted: list[str] = []
         self.metrics = WorkerMetrics("fake")
         self.health = Health()
@@ -31,6 +38,7 @@ class Bench:
             abort_engine=self.aborted.append,
             slots=slots,
             max_queued=max_queued,
+            engine_speaks_last=speaks_last,
         )
 
     def open(self, request_id: str = "r", choices: int = 1) -> Generation:
@@ -180,6 +188,43 @@ async def test_what_the_engine_says_after_an_end_is_dropped(bench: Bench) -> Non
         deltas = await read(generation)
     assert [delta.token_ids for delta in deltas] == [[1], []]
     assert bench.sample("generation_tokens_total") == 1
+
+
+async def test_an_engine_that_speaks_last_gives_what_it_held_back() -> None:
+    bench = Bench(speaks_last=True)
+    async with bench.open(choices=2) as generation:
+        assert bench.generations.abort(["r"]) == [True]
+        assert generation.aborting
+        assert not generation.over
+        # The id is free, and the engine is told once, whatever it still has to say.
+        assert bench.generations.abort(["r"]) == [False]
+        assert bench.aborted == [generation.engine_id]
+        generation.push(Delta(1, [5, 6], 3, 2, finish=Finish(ABORT)))
+        generation.close_aborted()
+        first, second = await generation.collect()
+    assert (first.token_ids, first.finish) == ([], Finish(ABORT))
+    assert (second.token_ids, second.finish) == ([5, 6], Finish(ABORT))
+    assert bench.aborted == [generation.engine_id]
+    assert bench.sample("requests_total", finish_reason=ABORT) == 1
+
+
+async def test_only_an_aborted_request_is_closed_as_one() -> None:
+    bench = Bench(speaks_last=True)
+    async with bench.open() as generation:
+        generation.close_aborted()
+        assert not generation.over
+        generation.push(token(0, 1, 1, STOP))
+        (delta,) = await read(generation)
+    assert delta.finish == Finish(STOP)
+
+
+async def test_an_engine_that_dies_before_its_last_words_fails_the_request() -> None:
+    bench = Bench(speaks_last=True)
+    async with bench.open() as generation:
+        bench.generations.abort(["r"])
+        bench.generations.fail_all(EngineDead("dead"))
+        with pytest.raises(EngineDead):
+            await read(generation)
 
 
 async def test_aborting_twice_or_what_is_not_there_does_nothing(bench: Bench) -> None:
@@ -505,3 +550,10 @@ async def test_an_id_cannot_write_lines_of_its_own_into_the_log(
     (line,) = caplog.messages
     assert line.isprintable()
     assert len(line) < 200
+
+
+async def test_an_engine_may_say_itself_when_the_first_token_came(bench: Bench) -> None:
+    async with bench.open() as generation:
+        generation.push(Delta(0, [1, 2], 3, 2, finish=Finish(STOP), first_token_seconds=1234.5))
+        await read(generation)
+    assert bench.sample("time_to_first_token_seconds_sum") == 1234.5

@@ -20,7 +20,7 @@ from smg_grpc_proto.generated import common_pb2, mlx_engine_pb2_grpc
 from smg_grpc_proto.generated import mlx_engine_pb2 as pb
 
 from smg_grpc_servicer.serving import interceptors
-from smg_wire.errors import ConstraintFailed, InvalidRequest, Overloaded
+from smg_wire.errors import ConstraintFailed, InvalidRequest, Overloaded, Unauthenticated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -269,6 +269,50 @@ async def test_a_call_with_the_key_is_served(bench: Bench) -> None:
     metadata = (("authorization", f"Bearer {KEY}"),)
     response = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)
     assert response.vocab_size == 1
+
+
+async def test_each_of_several_keys_is_served_and_every_one_is_compared(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = interceptors.Guard(metrics=bench.metrics, api_keys=["one", "two"])
+    compared: list[bytes] = []
+
+    class Spy:
+        @staticmethod
+        def compare_digest(given: bytes, expected: bytes) -> bool:
+            compared.append(expected)
+            return hmac.compare_digest(given, expected)
+
+    monkeypatch.setattr(interceptors, "hmac", Spy)
+    for key in ("one", "two"):
+        guard._authenticate("/a/B", {"authorization": f"Bearer {key}"})
+    assert compared == [b"Bearer one", b"Bearer two"] * 2
+    with pytest.raises(Unauthenticated):
+        guard._authenticate("/a/B", {"authorization": "Bearer three"})
+
+
+async def test_methods_that_are_guarded_already_get_the_check_of_their_bytes_alone(
+    bench: Bench,
+) -> None:
+    servicer = Servicer()
+    guard = interceptors.Guard(metrics=bench.metrics, api_keys=[KEY])
+    interceptor = interceptors.GuardInterceptor(guard, guarded_services=[SERVICE])
+    server = grpc.aio.server(interceptors=[interceptor])
+    servicer.Generate = guard.wrap(  # type: ignore[method-assign]
+        f"/{SERVICE}/Generate", servicer.Generate, streams=True
+    )
+    mlx_engine_pb2_grpc.add_MlxEngineServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Generate")
+        error = await failure(call(b"\xff", metadata=(("authorization", f"Bearer {KEY}"),)))
+        assert error.code() is Code.INVALID_ARGUMENT
+        # One guard, one refusal.
+        await bench.counted("refusals_total", 1, code="INVALID_ARGUMENT")
+        assert bench.sample("refusals_total", code="INVALID_ARGUMENT") == 1
+        assert (await failure(call(b""))).code() is Code.UNAUTHENTICATED
+    await server.stop(None)
 
 
 async def test_keys_are_compared_in_constant_time(

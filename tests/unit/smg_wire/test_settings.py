@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from smg_grpc_servicer.settings import MlxSettings, ServingSettings
 from smg_wire.errors import SettingsError
-from smg_wire.settings import build_parser, flag, load, variable
+from smg_wire.settings import build_parser, flag, load, split, variable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,3 +232,16 @@ def test_settings_do_not_change() -> None:
     settings = read()
     with pytest.raises(ValidationError):
         settings.port = 1
+
+
+def test_a_command_line_is_parted_into_ours_and_anothers() -> None:
+    words = ["m", "--port", "1", "--their-flag", "v", "--host=h", "--no-reflection", "--reflection"]
+    ours, rest = split(ServingSettings, words)
+    assert ours == ["--port", "1", "--host=h", "--no-reflection", "--reflection"]
+    assert rest == ["m", "--their-flag", "v"]
+
+
+def test_a_flag_of_ours_without_its_value_stays_ours_and_is_refused() -> None:
+    ours, rest = split(ServingSettings, ["m", "--port"])
+    assert rest == ["m"]
+    assert "--port" in refusal(*ours)

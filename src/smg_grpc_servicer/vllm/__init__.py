@@ -1,0 +1,1 @@
+"""The vLLM worker: vLLM's AsyncLLM behind `vllm.grpc.engine.VllmEngine`."""
