@@ -157,27 +157,31 @@ class RankSource:
             if complete and not frames and self._has_replayed:
                 # It does not have the batch that was its newest: it is another publisher.
                 self._restart()
-                return
+                continue
             self._has_replayed = self._has_replayed or bool(frames)
             before = self._expected
-            await self._merge(frames)
+            if not await self._merge(frames):
+                self._restart()
+                continue
             # A hole in the answer may be the socket's fault: ask for as long as that helps.
             if self._expected == before or not frames or frames[-1].sequence < self._expected:
                 return
 
-    async def _merge(self, frames: list[Frame]) -> None:
+    async def _merge(self, frames: list[Frame]) -> bool:
+        """Apply the answer to a replay; False if it is not from the publisher known so far."""
         for position, frame in enumerate(frames):
             if position % _BURST == _BURST - 1:
                 await asyncio.sleep(0)
             if frame.sequence < self._expected:
                 if self._is_duplicate(frame):
                     continue
-                self._restart()
+                return False
             if position == 0 and frame.sequence > self._expected:
                 # The replay begins with the oldest batch that it has.
                 self._lose(frame.sequence)
             if frame.sequence == self._expected:
                 self._apply(frame)
+        return True
 
     def _apply(self, frame: Frame) -> None:
         self._expected = frame.sequence + 1
