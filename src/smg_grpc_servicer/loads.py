@@ -26,11 +26,14 @@ _HIT_RATE_REQUESTS = 1000
 class Capacity:
     """What one rank can hold; None where it is not known.
 
-    `reports_steps` says that the engine reports every scheduler step, those without a token too.
+    Of `total_tokens`, `reserved_tokens` are in blocks that the engine keeps for itself: usage is
+    of the rest. `reports_steps` says that the engine reports every scheduler step, those without
+    a token too.
     """
 
     max_running: int | None = None
     total_tokens: int | None = None
+    reserved_tokens: int = 0
     block_size: int = 1
     reports_steps: bool = False
 
@@ -324,7 +327,9 @@ class _RankMeter:
 
     def _used_tokens(self, usage: float) -> int | None:
         total, block = self._capacity.total_tokens, self._capacity.block_size
-        return None if total is None else round(usage * total / block) * block
+        if total is None:
+            return None
+        return round(usage * (total - self._capacity.reserved_tokens) / block) * block
 
     def _silence(self, now: float) -> int | None:
         # An engine that reports its steps is heard on each, whatever its requests are like.

@@ -6,7 +6,9 @@ import pytest
 
 from smg_grpc_servicer.loads import Capacity, LoadBoard, RankLoad, Step
 
-WHOLE = Capacity(max_running=4, total_tokens=64 * 32, block_size=32, reports_steps=True)
+WHOLE = Capacity(
+    max_running=4, total_tokens=64 * 32, reserved_tokens=32, block_size=32, reports_steps=True
+)
 IDLE = Step(0, 0, 0.0)
 
 
@@ -62,7 +64,15 @@ def test_the_engines_counts_are_reported(board: LoadBoard) -> None:
     board.observe(0, Step(3, 2, 0.25, active_usage=0.2))
     load = load_of(board)
     assert (load.running, load.waiting, load.token_usage) == (3, 2, 0.25)
-    assert (load.active_token_usage, load.used_tokens) == (0.2, 512)
+    assert load.active_token_usage == 0.2
+
+
+@pytest.mark.parametrize("blocks", range(64))
+def test_used_tokens_are_of_whole_blocks_and_of_those_that_can_be_used(
+    board: LoadBoard, blocks: int
+) -> None:
+    board.observe(0, Step(1, 0, 1.0 - (63 - blocks) / 63))
+    assert load_of(board).used_tokens == blocks * 32
 
 
 def test_a_request_forwarded_after_the_engine_counted_waits(board: LoadBoard, clock: Clock) -> None:

@@ -52,11 +52,15 @@ def load_board(engine_client: Any, config: VllmConfig) -> LoadBoard:
 
 def _capacity(config: VllmConfig, ranks: int, *, reports_steps: bool) -> Capacity:
     cache = config.cache_config
-    # The client adds up the blocks of all its engines.
+    # The client adds up the blocks of all its engines. Where blocks of several kinds share the
+    # memory, vLLM's own count of tokens (since 0.31) is right and the product is not.
     blocks = (cache.num_gpu_blocks or 0) // ranks
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or blocks * cache.block_size
     return Capacity(
         max_running=config.scheduler_config.max_num_seqs,
-        total_tokens=blocks * cache.block_size if blocks else None,
+        total_tokens=tokens or None,
+        # One block stands for "no block", and is counted neither as used nor as free.
+        reserved_tokens=cache.block_size,
         block_size=cache.block_size,
         reports_steps=reports_steps,
     )

@@ -18,11 +18,11 @@ from smg_grpc_servicer.kv_events.log import RankLog
 from smg_grpc_servicer.kv_events.subscription import Subscription
 from smg_wire.errors import DataLoss
 
-HASHES = st.integers(0, 12)
+HASHES = st.integers(0, 5)
 STORE = st.tuples(st.just("store"), HASHES)
 REMOVE = st.tuples(st.just("remove"), HASHES)
 CLEAR = st.tuples(st.just("clear"), st.just(0))
-BATCH = st.lists(st.one_of(STORE, STORE, STORE, REMOVE, REMOVE, CLEAR), min_size=1, max_size=4)
+BATCH = st.lists(st.one_of(STORE, STORE, STORE, REMOVE, REMOVE, CLEAR), min_size=1, max_size=6)
 ACTION = st.one_of(
     st.tuples(st.just("publish"), BATCH),
     st.tuples(st.just("publish"), BATCH),
