@@ -90,9 +90,11 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    import uvloop
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     parser.add_argument("--port", type=int)
-    asyncio.run(serve(AsyncEngineArgs.add_cli_args(parser).parse_args()))
+    # The loop that vLLM's own launcher has.
+    uvloop.run(serve(AsyncEngineArgs.add_cli_args(parser).parse_args()))
