@@ -216,6 +216,7 @@ class _RankMeter:
         # Insertion order is the order of forwarding, which is the order of the engine's queue.
         self._in_flight: dict[Forwarded, None] = {}
         self._pending: dict[Forwarded, None] = {}
+        self._pending_tokens = 0
 
     def observe(self, step: Step) -> None:
         now = self._clock()
@@ -237,15 +238,18 @@ class _RankMeter:
         request = Forwarded(self, prompt_tokens, sequences, every_step=every_step, at=self._clock())
         self._in_flight[request] = None
         self._pending[request] = None
+        self._pending_tokens += prompt_tokens
         self._changed(self._rank)
         return request
 
     def no_longer_pending(self, request: Forwarded) -> None:
-        self._pending.pop(request, None)
-        self._changed(self._rank)
+        if request in self._pending:
+            del self._pending[request]
+            self._pending_tokens -= request.prompt_tokens
+            self._changed(self._rank)
 
     def end(self, request: Forwarded) -> None:
-        self._pending.pop(request, None)
+        self.no_longer_pending(request)
         if request in self._in_flight:
             del self._in_flight[request]
             self._changed(self._rank)
@@ -263,18 +267,14 @@ class _RankMeter:
             # The engine has not made a step yet: there is nothing in it but what we gave it.
             step = Step(0, 0, 0.0)
         now = self._clock()
-        # What was forwarded after the engine counted is in its hands and in no count of its own.
-        uncounted = [request for request in self._pending if request.at > self._step_at]
-        waiting = step.waiting + sum(request.sequences for request in uncounted)
+        waiting = step.waiting + self._uncounted()
         return RankLoad(
             rank=self._rank,
             running=step.running,
             waiting=waiting,
             token_usage=step.usage,
             waiting_uncached_tokens=self._waiting_uncached(waiting) if complete else None,
-            prefill_pending_tokens=(
-                sum(request.prompt_tokens for request in self._pending) if complete else None
-            ),
+            prefill_pending_tokens=self._pending_tokens if complete else None,
             active_token_usage=step.active_usage,
             gen_throughput=self._throughput(now),
             cache_hit_rate=self._hit_rate(),
@@ -286,6 +286,15 @@ class _RankMeter:
             engine_silence_ms=self._silence(now),
             reports_steps=self._capacity.reports_steps,
         )
+
+    def _uncounted(self) -> int:
+        """Return the sequences forwarded after the engine counted: they are in no count of its."""
+        sequences = 0
+        for request in reversed(self._pending):
+            if request.at <= self._step_at:
+                break
+            sequences += request.sequences
+        return sequences
 
     def _waiting_uncached(self, waiting: int) -> int:
         """Estimate the tokens that the waiting requests' prompts lack in the prefix cache.

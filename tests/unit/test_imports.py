@@ -34,3 +34,11 @@ def test_the_program_of_a_worker_reads_its_flags_before_it_imports_the_engine() 
 def test_the_commands_import_no_engine() -> None:
     commands = loaded_by("smg_grpc_servicer.ask", "smg_grpc_servicer.doctor")
     assert not commands & HEAVY
+
+
+def test_kv_events_and_loads_import_neither_an_engine_nor_what_only_an_engine_brings() -> None:
+    modules = loaded_by("smg_grpc_servicer.kv_events", "smg_grpc_servicer.vllm.telemetry")
+    modules |= loaded_by("smg_grpc_servicer.vllm.events", "smg_grpc_servicer.vllm.loads")
+    assert not modules & HEAVY
+    # Installed with an engine, and not with us.
+    assert not modules & {"msgspec", "zmq"}

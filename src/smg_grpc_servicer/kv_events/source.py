@@ -30,6 +30,8 @@ _REMEMBERED = 20_000
 # Batches taken without a pause for the rest of the event loop.
 _BURST = 16
 _QUEUE_BATCHES = 100_000
+# How often a replay socket that does not answer to the end is asked again.
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Endpoint:
     """Where one rank's publisher is.
 
     `replay` is None where the publisher has no replay socket. With `bind` the publisher connects
-    to us. `first` is the number of a publisher's first batch.
+    to us.
     """
 
     rank: int
@@ -148,6 +150,7 @@ class RankSource:
         """Apply what the replay socket has of the batches that follow the last one applied."""
         if self._endpoint.replay is None:
             return
+        silences = 0
         while True:
             # One that is known is asked for as well: if it is another now, so is the publisher.
             start = max(self._expected - 1, 0)
@@ -160,11 +163,14 @@ class RankSource:
                 continue
             self._has_replayed = self._has_replayed or bool(frames)
             before = self._expected
+            silences = 0 if complete else silences + 1
             if not await self._merge(frames):
                 self._restart()
                 continue
+            if not complete and silences < _ATTEMPTS:
+                continue
             # A hole in the answer may be the socket's fault: ask for as long as that helps.
-            if self._expected == before or not frames or frames[-1].sequence < self._expected:
+            if self._expected == before or frames[-1].sequence < self._expected:
                 return
 
     async def _merge(self, frames: list[Frame]) -> bool:

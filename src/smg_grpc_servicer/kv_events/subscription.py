@@ -73,6 +73,8 @@ class Subscription:
         self._samples = 0
         self._error: SmgError | None = None
         self._loads_changed = False
+        # A change that came too soon after a record: it is looked at when its time comes.
+        self._deferred = False
         self._batches_came = False
         self._due = math.inf
         self._waiter: asyncio.Future[None] | None = None
@@ -84,7 +86,7 @@ class Subscription:
 
     def loads_changed(self) -> None:
         """Some rank's load may be another now. Cheap when repeated."""
-        if not self._loads_changed:
+        if not (self._loads_changed or self._deferred):
             self._loads_changed = True
             self._wake()
 
@@ -111,9 +113,10 @@ class Subscription:
             if self._batches_came:
                 continue
             self._due = math.inf
-            self._loads_changed = False
+            changed = self._loads_changed or self._deferred
+            self._loads_changed = self._deferred = False
             for position in self._positions:
-                record = self._next_record(position)
+                record = self._next_record(position, changed=changed)
                 if record is not None:
                     yield record
             if not self._has_news():
@@ -168,15 +171,20 @@ class Subscription:
 
     # Load records.
 
-    def _next_record(self, position: _Position) -> pb.KvEventBatch | None:
+    def _next_record(self, position: _Position, *, changed: bool) -> pb.KvEventBatch | None:
         if position.sent is None and not self._records_first:
             return None
         now = time.monotonic()
-        load = self._load(position.log.rank)
-        changed = load is not None and load.core != position.core
-        due = position.record_at + (self._coalesce if changed else self._heartbeat)
-        if due > now:
-            self._due = min(self._due, due)
+        earliest = position.record_at + self._coalesce
+        if now < earliest:
+            self._deferred = self._deferred or changed
+            self._due = min(
+                self._due, earliest if changed else position.record_at + self._heartbeat
+            )
+            return None
+        latest = position.record_at + self._heartbeat
+        if now < latest and not (changed and self._is_news(position)):
+            self._due = min(self._due, latest)
             return None
         self._due = min(self._due, now + self._heartbeat)
         record = self._record(position, load_only=True, telemetry=True)
@@ -188,6 +196,10 @@ class Subscription:
             dp_rank=position.log.rank,
             load=record,
         )
+
+    def _is_news(self, position: _Position) -> bool:
+        load = self._load(position.log.rank)
+        return load is not None and load.core != position.core
 
     def _record(
         self, position: _Position, *, load_only: bool, telemetry: bool
