@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 from tests.unit.kv_events.conftest import descriptors, until
 from tests.unit.kv_events.publisher import CLEARED, Publisher, removed, stored
 
-from smg_grpc_servicer.kv_events import Endpoint, KvEventRelay
+from smg_grpc_servicer.kv_events import Endpoint, KvEventRelay, RelayLimits
 from smg_grpc_servicer.loads import Capacity, LoadBoard
 from smg_wire.errors import DataLoss, OutOfRange, Unavailable
 
@@ -333,6 +333,18 @@ async def test_subscribers_that_leave_and_a_relay_that_closes_leave_nothing_behi
             await live_once()
         assert len(asyncio.all_tasks()) == tasks
         await until(lambda: descriptors() <= open_files)
+
+
+async def test_a_relay_closes_whatever_its_readers_are_just_doing(tmp_path: Path) -> None:
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(stored([0], [1, 2]))
+        for turn in range(100):
+            endpoint = Endpoint(0, publisher.events, publisher.replay)
+            limits = RelayLimits(probe_every=0.001)
+            relay = KvEventRelay([endpoint], LoadBoard({0: Capacity()}), limits)
+            relay.start()
+            await asyncio.sleep(turn / 5000)
+            await asyncio.wait_for(relay.close(), 10)
 
 
 async def test_a_relay_that_closes_ends_its_streams_and_refuses_new_ones(
