@@ -17,6 +17,8 @@
     ├── Unavailable              UNAVAILABLE         starting, draining
     │   └── EngineDead           UNAVAILABLE         the process is about to exit
     ├── Unimplemented            UNIMPLEMENTED
+    ├── OutOfRange               OUT_OF_RANGE        a position that a stream cannot resume from
+    ├── DataLoss                 DATA_LOSS           a stream lost something; begin it anew
     ├── SettingsError            (stops a start)     exit code 2
     └── StartError               (stops a start)     exit code 3
 """
@@ -140,6 +142,18 @@ class Unimplemented(SmgError):
     """This worker has no such method."""
 
     status = grpc.StatusCode.UNIMPLEMENTED
+
+
+class OutOfRange(SmgError):
+    """A stream cannot begin at the position asked for."""
+
+    status = grpc.StatusCode.OUT_OF_RANGE
+
+
+class DataLoss(SmgError):
+    """Part of a stream is lost for good; what follows makes sense only from a new beginning."""
+
+    status = grpc.StatusCode.DATA_LOSS
 
 
 class SettingsError(SmgError):

@@ -46,3 +46,11 @@ def test_vllm_is_not_imported_with_the_worker_that_drives_it() -> None:
 def test_the_plugin_costs_other_vllm_processes_next_to_nothing() -> None:
     plugin = loaded_by("smg_grpc_servicer.vllm.plugin")
     assert not plugin & (HEAVY | {"pydantic", "prometheus_client", "opentelemetry"})
+
+
+def test_kv_events_and_loads_import_neither_an_engine_nor_what_only_an_engine_brings() -> None:
+    modules = loaded_by("smg_grpc_servicer.kv_events", "smg_grpc_servicer.vllm.telemetry")
+    modules |= loaded_by("smg_grpc_servicer.vllm.events", "smg_grpc_servicer.vllm.loads")
+    assert not modules & HEAVY
+    # Installed with an engine, and not with us.
+    assert not modules & {"msgspec", "zmq"}

@@ -14,6 +14,7 @@ from smg_wire.errors import EngineDead, EngineRefusal, InvalidRequest, SmgError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from smg_grpc_servicer.loads import Forwarded, LoadBoard
     from smg_grpc_servicer.serving.generation import Generation
     from smg_grpc_servicer.vllm.requests import Plan
 
@@ -25,6 +26,7 @@ class _Live:
     """A request that vLLM has or is being given; `internal_id` is vLLM's name for it."""
 
     generation: Generation
+    forwarded: Forwarded | None = None
     internal_id: str | None = None
     submitting: bool = True
     aborted: bool = False
@@ -33,11 +35,13 @@ class _Live:
 class EngineBridge:
     """Runs requests on an engine client, vLLM's `AsyncLLM` or what acts like it.
 
-    Its `abort` is what `Generations` calls; it speaks last, see there.
+    Its `abort` is what `Generations` calls; it speaks last, see there. What the engine has been
+    given and has not answered yet is noted on `loads`.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, loads: LoadBoard | None = None) -> None:
         self._client = client
+        self._loads = loads
         self._live: dict[str, _Live] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         observability = getattr(client, "observability_config", None)
@@ -56,7 +60,7 @@ class EngineBridge:
         A constraint is compiled on the way, on one of vLLM's threads.
         """
         engine_id = generation.engine_id
-        live = self._live[engine_id] = _Live(generation)
+        live = self._live[engine_id] = _Live(generation, self._note(plan))
         try:
             queue = await self._client.add_request(
                 engine_id,
@@ -77,7 +81,7 @@ class EngineBridge:
             return
         live.submitting = False
         live.internal_id = getattr(queue, "request_id", None)
-        take = _Receiver(self, generation, plan).put
+        take = _Receiver(self, generation, plan, live.forwarded).put
         # RequestOutputCollector keeps outputs until a task of its own fetches them. Taken as
         # they are put, they need no such task, and are merged once, in the generation.
         queue.put = take
@@ -104,10 +108,26 @@ class EngineBridge:
 
     def forget(self, engine_id: str) -> None:
         """Note that vLLM has finished a request by itself."""
-        self._live.pop(engine_id, None)
+        self._end(engine_id)
+
+    def _note(self, plan: Plan) -> Forwarded | None:
+        if self._loads is None:
+            return None
+        return self._loads.forwarded(
+            len(plan.prompt_ids),
+            rank=plan.data_parallel_rank,
+            sequences=plan.choices,
+            every_step=plan.streams,
+        )
+
+    def _end(self, engine_id: str) -> _Live | None:
+        live = self._live.pop(engine_id, None)
+        if live is not None and live.forwarded is not None:
+            live.forwarded.ended()
+        return live
 
     def _start_abort(self, engine_id: str) -> None:
-        live = self._live.pop(engine_id, None)
+        live = self._end(engine_id)
         if live is not None:
             task = asyncio.get_running_loop().create_task(self._abort(engine_id, live))
             self._aborts.add(task)
@@ -130,8 +150,15 @@ class EngineBridge:
 class _Receiver:
     """Takes what vLLM puts for one request, in the place of its collector's `put`."""
 
-    def __init__(self, bridge: EngineBridge, generation: Generation, plan: Plan) -> None:
+    def __init__(
+        self,
+        bridge: EngineBridge,
+        generation: Generation,
+        plan: Plan,
+        forwarded: Forwarded | None,
+    ) -> None:
         self._bridge = bridge
+        self._forwarded = forwarded
         self._generation = generation
         pools = hasattr(plan.params, "task")
         self._converter = EmbeddingConverter() if pools else OutputConverter(plan)
@@ -142,6 +169,8 @@ class _Receiver:
         Raises nothing: it is called by vLLM's one output task, which serves every request.
         """
         generation = self._generation
+        if self._forwarded is not None:
+            self._forwarded.produced()
         if isinstance(output, Exception) or output.finished:
             self._bridge.forget(generation.engine_id)
         if generation.over:

@@ -88,6 +88,7 @@ class Program:
             metrics=self._metrics,
             guards_methods=False,
         )
+        self._worker.kv_events.start()
         self._gate.open(VllmEngineServicer(client, self._started))
 
     def _build(self) -> EngineClient:
@@ -121,6 +122,7 @@ class Program:
         from smg_grpc_servicer.vllm import engine, plugin
 
         if self._worker is not None:
+            await self._worker.stop()
             await asyncio.to_thread(engine.shut_down, self._worker.engine_client)
         await asyncio.to_thread(engine.kill_children)
         plugin.remove_directories()

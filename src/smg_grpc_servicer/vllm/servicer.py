@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_servicer.serving.health import State
 from smg_grpc_servicer.vllm import admin, info
 from smg_grpc_servicer.vllm.generate import GenerateRpcs
+from smg_grpc_servicer.vllm.telemetry import TelemetryMethods
 from smg_grpc_servicer.vllm.worker import worker_of
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+class VllmEngineServicer(TelemetryMethods, vllm_engine_pb2_grpc.VllmEngineServicer):
     """Thin: each method validates, converts, runs and converts back.
 
     Args:
@@ -38,6 +39,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._requests = GenerateRpcs(
             engine_client, worker.bridge, worker.generations, worker.health
         )
+        self._loads = worker.loads
+        self._kv_events = worker.kv_events
         worker.protect(self)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:

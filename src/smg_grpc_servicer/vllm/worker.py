@@ -17,6 +17,8 @@ from smg_grpc_servicer.serving.server import start_metrics
 from smg_grpc_servicer.settings import VllmSettings
 from smg_grpc_servicer.vllm import engine, launcher, plugin
 from smg_grpc_servicer.vllm.bridge import EngineBridge
+from smg_grpc_servicer.vllm.events import KvEvents
+from smg_grpc_servicer.vllm.loads import load_board
 from smg_wire.errors import EngineDead, SmgError
 from smg_wire.observability import WorkerMetrics, configure_logging, configure_tracing
 from smg_wire.settings import load
@@ -64,7 +66,9 @@ class VllmWorker:
         self.health = health or Health()
         self.metrics = metrics or WorkerMetrics("vllm")
         self.guard = Guard(metrics=self.metrics, api_keys=api_keys)
-        self.bridge = EngineBridge(engine_client)
+        self.loads = load_board(engine_client, self.config)
+        self.kv_events = KvEvents(engine_client, self.config, self.loads, self.health)
+        self.bridge = EngineBridge(engine_client, self.loads)
         self.generations = Generations(
             health=self.health,
             metrics=self.metrics,
@@ -113,7 +117,8 @@ class VllmWorker:
         task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
-        """End what `run` still runs."""
+        """End the KV events' streams and what `run` still runs."""
+        await self.kv_events.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,6 +170,7 @@ def _launched(engine_client: EngineClient, launch: launcher.Launch) -> VllmWorke
     interceptor = GuardInterceptor(worker.guard, guarded_services=(SERVICE, HEALTH_SERVICE))
     launcher.shape_next_server(interceptor, settings)
     worker.run(end_with_the_engine(worker))
+    worker.kv_events.start()
     # The launcher builds the engine before the servicer: nothing is left to wait for.
     worker.health.to(State.SERVING)
     return worker
