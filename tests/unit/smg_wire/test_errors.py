@@ -27,6 +27,8 @@ MAPPING: list[tuple[SmgError, grpc.StatusCode]] = [
     (errors.Unavailable("x"), Code.UNAVAILABLE),
     (errors.EngineDead("x"), Code.UNAVAILABLE),
     (errors.Unimplemented("x"), Code.UNIMPLEMENTED),
+    (errors.OutOfRange("x"), Code.OUT_OF_RANGE),
+    (errors.DataLoss("x"), Code.DATA_LOSS),
     (errors.SettingsError("x"), Code.INTERNAL),
     (errors.StartError("x"), Code.INTERNAL),
 ]

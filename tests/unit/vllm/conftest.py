@@ -45,7 +45,7 @@ def config(**changes: Any) -> Any:
             data_parallel_backend="mp",
         ),
         "cache_config": SimpleNamespace(
-            cache_dtype="auto", block_size=16, enable_prefix_caching=True
+            cache_dtype="auto", block_size=16, enable_prefix_caching=True, num_gpu_blocks=8
         ),
         "attention_config": SimpleNamespace(backend=None),
         "structured_outputs_config": SimpleNamespace(

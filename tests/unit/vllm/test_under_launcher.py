@@ -50,7 +50,7 @@ async def launched(
     monkeypatch.setattr(launcher, "arguments", lambda: flags)
     monkeypatch.setattr(worker, "configure_logging", lambda *_: None)
     monkeypatch.setattr(worker.plugin, "report_kv_events", lambda *_: None)
-    monkeypatch.setattr(worker, "EngineBridge", lambda _: SimpleNamespace(abort=lambda _: None))
+    monkeypatch.setattr(worker, "EngineBridge", lambda *_: SimpleNamespace(abort=lambda _: None))
     build = grpc.aio.server
     made = worker_of(engine_client)
     yield made
@@ -110,7 +110,7 @@ async def test_a_drain_shows_at_once_and_cuts_before_the_launcher_does(
 async def test_a_drain_that_the_launcher_will_cut_short_is_announced(
     engine_client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "EngineBridge", lambda _: SimpleNamespace(abort=lambda _: None))
+    monkeypatch.setattr(worker, "EngineBridge", lambda *_: SimpleNamespace(abort=lambda _: None))
     monkeypatch.setenv("SMG_DRAIN_TIMEOUT", "60")
     made = worker_of(engine_client)
     with caplog.at_level(logging.WARNING):
