@@ -37,7 +37,15 @@ Trailers = tuple[tuple[str, str], ...]
 _VALUE_CHARS = 64
 
 
+class Measure(str):
+    """The size of a value that is too long to show: "600 tokens" stands as it is, unquoted."""
+
+    __slots__ = ()
+
+
 def _quoted(value: object) -> str:
+    if isinstance(value, Measure):
+        return str(value)
     if isinstance(value, float) and math.isfinite(value):
         # Wire floats are 32 bits wide: seven digits are what the caller can have meant.
         return f"{value:.7g}"

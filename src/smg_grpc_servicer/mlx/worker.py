@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from prometheus_client import Gauge
 from smg_grpc_proto.generated import mlx_engine_pb2_grpc
 
 from smg_grpc_servicer.mlx.config import EngineConfig
@@ -14,15 +16,21 @@ from smg_grpc_servicer.serving.generation import Generations
 from smg_grpc_servicer.serving.health import Health, State
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import grpc
+    from prometheus_client import CollectorRegistry
 
+    from smg_grpc_servicer.mlx.engine import EngineStats
     from smg_grpc_servicer.settings import MlxSettings
     from smg_wire.errors import EngineDead
     from smg_wire.observability import WorkerMetrics
 
 SERVICE = "mlx.grpc.engine.MlxEngine"
+
+
+def _read(engine: MlxEngine, read: Callable[[EngineStats], int]) -> float:
+    return float(read(engine.stats))
 
 
 class MlxWorker:
@@ -57,6 +65,26 @@ class MlxWorker:
             self._engine, self.generations, health, max_logprobs=settings.max_logprobs
         )
         self._text: TextInput | None = None
+        self._show_engine(metrics.registry)
+
+    def _show_engine(self, registry: CollectorRegistry) -> None:
+        """Add what only this engine knows to the metrics port."""
+        families: dict[str, tuple[str, Callable[[EngineStats], int]]] = {
+            "running_requests": ("Requests in the batch.", lambda stats: stats.running),
+            "waiting_requests": ("Requests without a place in it.", lambda stats: stats.waiting),
+            "steps": ("Steps since the start.", lambda stats: stats.steps),
+            "prefix_cache_entries": (
+                "Token sequences kept for reuse.",
+                lambda stats: stats.prefix_cache_entries,
+            ),
+            "prefix_cache_bytes": (
+                "Memory that they hold.",
+                lambda stats: stats.prefix_cache_bytes,
+            ),
+        }
+        for name, (text, read) in families.items():
+            gauge = Gauge(f"smg_mlx_{name}", text, registry=registry)
+            gauge.set_function(partial(_read, self._engine, read))
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the engine's service to the server."""

@@ -11,7 +11,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from smg_wire.errors import InvalidRequest
+from smg_wire.errors import InvalidRequest, Measure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ def prompt_ids(
     if len(ids) + answers > context:
         bound = "shorter than" if answers else "no longer than"
         raise InvalidRequest(
-            field, f"{len(ids)} tokens", f"must be {bound} the context of {context} tokens"
+            field, Measure(f"{len(ids)} tokens"), f"must be {bound} the context of {context} tokens"
         )
     token_ids(field, ids, vocab_size=vocab_size)
     return list(ids)
@@ -142,14 +142,14 @@ def stop_strings(
         InvalidRequest: there are more than `most`, or one is empty or too long.
     """
     if len(values) > most:
-        raise InvalidRequest(field, f"{len(values)} strings", f"must be at most {most}")
+        raise InvalidRequest(field, Measure(f"{len(values)} strings"), f"must be at most {most}")
     for place, value in enumerate(values):
         if not value:
             raise InvalidRequest(f"{field}[{place}]", value, "must not be empty")
         if len(value) > most_characters:
             raise InvalidRequest(
                 f"{field}[{place}]",
-                f"{len(value)} characters",
+                Measure(f"{len(value)} characters"),
                 f"must be at most {most_characters} characters",
             )
     return list(values)

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from smg_wire.errors import InvalidRequest, Overloaded
+from smg_wire.errors import InvalidRequest, Measure, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ class TextInput:
         elif len(text) > self.most_characters:
             raise InvalidRequest(
                 "text",
-                f"{len(text)} characters",
+                Measure(f"{len(text)} characters"),
                 f"at most {self.most_characters} can fit the context",
             )
         if self._waiting >= _MOST_WAITING:

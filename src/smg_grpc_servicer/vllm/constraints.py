@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smg_grpc_servicer.vllm.limits import MAX_CONSTRAINT_CHARACTERS
-from smg_wire.errors import InvalidRequest, UnsupportedField
+from smg_wire.errors import InvalidRequest, Measure, UnsupportedField
 
 if TYPE_CHECKING:
     from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -80,7 +80,9 @@ def _check_size(constraint: Constraint) -> None:
         size = len(value)
     if size > MAX_CONSTRAINT_CHARACTERS:
         raise InvalidRequest(
-            field, f"{size} characters", f"must be at most {MAX_CONSTRAINT_CHARACTERS} characters"
+            field,
+            Measure(f"{size} characters"),
+            f"must be at most {MAX_CONSTRAINT_CHARACTERS} characters",
         )
 
 

@@ -207,8 +207,8 @@ def test_stop_strings_are_few_and_short_and_not_empty() -> None:
     assert checked() == []
     for values, words in (
         (("a", ""), r"stop\[1\] .*empty"),
-        (("abcd",), r"stop\[0\] is '4 characters': must be at most 3"),
-        (("a", "b", "c"), "stop is '3 strings': must be at most 2"),
+        (("abcd",), r"stop\[0\] is 4 characters: must be at most 3"),
+        (("a", "b", "c"), "stop is 3 strings: must be at most 2"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             checked(*values)
