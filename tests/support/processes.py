@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -63,6 +64,7 @@ class Process:
             env={**clean, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **(env or {})},
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     @property
@@ -115,7 +117,8 @@ class Process:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        # The whole group: the engine's own processes outlive a worker that is killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self._log.close()

@@ -215,6 +215,8 @@ class MlxEngine:
                 logger.warning("the stepping thread is still in a step; it is left behind")
                 return
             await asyncio.sleep(_CLOSE_POLL_S)
+        # The model's memory is free from here on.
+        self._engine = self._ready = None
 
     @property
     def thread_alive(self) -> bool:
