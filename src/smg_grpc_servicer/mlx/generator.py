@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 _METAL_PREFILL_STEP = 2048
 _CPU_PREFILL_STEP = 512
 
-# Freed buffers that mlx may keep for itself. Without a limit it keeps as much as it ever used.
-_ALLOCATOR_CACHE_BYTES = 256 << 20
+# Freed buffers that mlx may keep for itself. Without a limit it keeps as much as it ever used;
+# with less than a step allocates, every step pays the system for its memory anew.
+_ALLOCATOR_CACHE_BYTES = 1 << 30
 
 
 def prefill_step_size(config: EngineConfig) -> int:
