@@ -2,7 +2,9 @@
 
 A program subclasses `Settings` once. Every field is a flag (`drain_timeout` is
 `--drain-timeout`) and a variable (`SMG_DRAIN_TIMEOUT`); the flag wins, then the variable, then
-the default. Nothing else in the project reads the environment.
+the default. No other module
+reads a setting from the environment; what the system and the engines themselves define there
+(XDG_CACHE_HOME, HF_HUB_OFFLINE) is read and set where it is used.
 """
 
 from __future__ import annotations
